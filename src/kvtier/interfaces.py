@@ -1,0 +1,325 @@
+"""The contracts between the parts of kvtier: abstract classes, enums and records. No logic.
+
+The central one is `OffloadingManager`, the scheduler-side contract of vLLM's KV offload with a tri-state
+`lookup`. One manager is driven from one thread. No method blocks, does I/O (one exception: `reset_cache`),
+reads a clock, or raises for a condition that traffic can cause.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.events import OffloadingEvent
+from kvtier.keys import OffloadKey
+
+SlotArray = npt.NDArray[np.int64]
+
+
+class Residency(enum.Enum):
+    """Where a block stands, for one asking request."""
+
+    READY = "ready"
+    """All bytes are there: it can be loaded now."""
+    ARRIVING = "arriving"
+    """Known to exist, bytes on the way: ask again."""
+    UNKNOWN = "unknown"
+    """A lower tier has been asked whether it has the block: ask again."""
+    ABSENT = "absent"
+    """Not there, or not for this request (its deadline has passed)."""
+
+
+class PrefixLookup(NamedTuple):
+    """Answer of `OffloadingManager.lookup_prefix`."""
+
+    num_ready: int
+    """How many leading keys are ready."""
+    stopped_by: Residency
+    """Residency of the first key that is not ready; `READY` when all are."""
+
+
+class ReqContext:
+    """One request as the managers see it.
+
+    A manager keeps its own per-request state in here, under a token of its own, so that one context may be used
+    with several managers and state dies with the context. `kv_transfer_params` is never modified.
+    """
+
+    __slots__ = ("__weakref__", "_states", "kv_transfer_params", "req_id")
+
+    def __init__(self, req_id: str, kv_transfer_params: Mapping[str, Any] | None = None) -> None:
+        self.req_id = req_id
+        self.kv_transfer_params = kv_transfer_params
+        self._states: dict[object, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"ReqContext(req_id={self.req_id!r})"
+
+
+class LoadStoreSpec(ABC):
+    """Where in a tier the blocks of one transfer lie. Crosses to the workers by pickling."""
+
+    @staticmethod
+    @abstractmethod
+    def medium() -> str:
+        """Name of the tier's medium, for example `"CPU"`."""
+
+
+class CPULoadStoreSpec(LoadStoreSpec):
+    """Slots of the RAM pool, in the order of the keys of the call that made it.
+
+    `block_ids[i]` (int64) is the slot of `keys[i]` and `generations[i]` (int64) that slot's allocation number:
+    completing by a spec whose generations no longer match is ignored by the manager. `keys` stay on the side of
+    the manager: a pickled spec arrives without them. `begin_by_s` is the manager's time by which a load must
+    have begun (None: no limit); a worker that has not begun by then cancels it and reports it failed.
+    """
+
+    __slots__ = ("begin_by_s", "block_ids", "generations", "keys")
+
+    def __init__(
+        self,
+        block_ids: Sequence[int] | SlotArray,
+        generations: Sequence[int] | SlotArray = (),
+        keys: Sequence[OffloadKey] = (),
+        begin_by_s: float | None = None,
+    ) -> None:
+        self.block_ids: SlotArray = np.asarray(block_ids, dtype=np.int64)
+        self.generations: SlotArray = np.asarray(generations, dtype=np.int64)
+        self.keys = keys
+        self.begin_by_s = begin_by_s
+
+    @staticmethod
+    def medium() -> str:
+        return "CPU"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CPULoadStoreSpec, (self.block_ids, self.generations, (), self.begin_by_s)
+
+    def __repr__(self) -> str:
+        return f"CPULoadStoreSpec(block_ids={self.block_ids.tolist()})"
+
+
+@dataclass(slots=True)
+class PrepareStoreOutput:
+    """What a store was granted. The caller owns the lists."""
+
+    keys_to_store: list[OffloadKey]
+    """The keys that must now be written, in the order of the call."""
+    store_spec: LoadStoreSpec
+    """Where to write them: `store_spec.block_ids[i]` belongs to `keys_to_store[i]`."""
+    evicted_keys: list[OffloadKey]
+    """What left the tier to make room."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStats:
+    """A manager's counters (since it was made, except where it says "now") and gauges."""
+
+    capacity_blocks: int
+    ready_blocks: int
+    """Now."""
+    in_flight_blocks: int
+    """Now: slots that a store is writing."""
+    pinned_blocks: int
+    """Now: visible blocks that at least one load reads."""
+    condemned_blocks: int
+    """Now: invisible slots whose last reader or writer has not left."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """Name to count, for example `stored_blocks`, `evicted_blocks`, `shed_blocks`, `late_completions`."""
+
+
+class OffloadingManager(ABC):
+    """Scheduler side of KV offloading: which block is where, and what may be read, written and evicted.
+
+    **Time** enters only through `advance(now_s)`; without it nothing ever expires.
+
+    **Recency.** `prepare_load` and `prepare_store` only note accesses in the request's own state. Eviction order
+    changes in `touch` and once in `on_request_finished`: the request's accesses, deepest block first, where a
+    block that this request itself inserted does not count as a reuse.
+
+    **Bounded waiting.** A request has one deadline, counted from its first `None` (or `defer`); once past it,
+    every block that is not ready is absent for that request until it finishes.
+
+    **Completion.** `complete_*` with the `spec` of the `prepare_*` call is fenced: a slot whose generation has
+    moved on is counted and ignored. Without a spec a completion applies to the keys' current entries, which is
+    only safe where writes are never reaped.
+
+    A context that was never introduced by `on_new_request` works too.
+    """
+
+    @abstractmethod
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """True: ready to load. False: absent. None: on its way, defer the request and ask again.
+
+        Never changes what is stored. O(1).
+        """
+
+    @abstractmethod
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixLookup:
+        """How many leading `keys` are ready and what stopped the run. Counts and defers as `lookup` does.
+
+        O(blocks of the ready prefix), at C speed.
+        """
+
+    @abstractmethod
+    def residency(self, key: OffloadKey) -> Residency:
+        """Where the block stands, for any request. Notes nothing. O(1)."""
+
+    @abstractmethod
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pins each key until `complete_load`. `block_ids[i]` belongs to `keys[i]`.
+
+        Raises BlockNotReadyError if a key is not ready, DuplicateKeyError if one is named twice.
+        """
+
+    @abstractmethod
+    def complete_load(
+        self,
+        keys: Collection[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
+        spec: LoadStoreSpec | None = None,
+    ) -> None:
+        """Unpins what `prepare_load` pinned. With `success=False` the keys become absent in this tier at once.
+
+        Raises BlockNotPinnedError if a key is not pinned (not with a spec: that is counted and ignored).
+        """
+
+    @abstractmethod
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Allocates slots for those of `keys` that are neither stored nor in flight, evicting where needed.
+
+        Never evicts a pinned block, a block in flight, or any key of this very call. None if the room cannot be
+        made; then nothing has changed. Raises DuplicateKeyError if a key is named twice.
+        """
+
+    @abstractmethod
+    def prepare_store_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput:
+        """As `prepare_store`, for engines that cannot offer again: stores the longest leading run that fits.
+
+        The request's own earlier blocks are not evicted either, so a prompt larger than the tier leaves a usable
+        prefix. Once a run was cut, the request's later offers are shed whole: a block behind a hole is no hit.
+        """
+
+    @abstractmethod
+    def complete_store(
+        self,
+        keys: Collection[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
+        spec: LoadStoreSpec | None = None,
+    ) -> None:
+        """Makes blocks in flight ready, or on failure removes just those in flight. Unknown keys are ignored."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """One use of each key. Recency goes deepest (last) first, so that a prefix outlives its suffix."""
+
+    @abstractmethod
+    def count_offers(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Counts each key once a request for the reuse filter. For engines whose look-ups stop at the first miss."""
+
+    @abstractmethod
+    def still_waiting(self, req_context: ReqContext) -> bool:
+        """Whether the block that deferred this request is still on its way and its deadline not passed. O(1)."""
+
+    @abstractmethod
+    def defer(self, req_context: ReqContext) -> bool:
+        """The request waits for something the manager cannot see. False once its deadline has passed. O(1)."""
+
+    @abstractmethod
+    def advance(self, now_s: float) -> None:
+        """Tells the time (monotonic seconds; an earlier time than before is ignored): expires and reaps."""
+
+    @abstractmethod
+    def reset_cache(self) -> None:
+        """Everything becomes absent at once. Slots that a transfer still uses are free when it ends."""
+
+    @abstractmethod
+    def get_stats(self) -> ManagerStats:
+        """Counters and gauges. O(number of counters)."""
+
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """Recounts everything. Raises InvariantError on a mismatch. O(capacity): for tests and debugging."""
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Drains the events since the last call, in order. The caller owns them."""
+        return ()
+
+    def on_new_request(self, req_context: ReqContext) -> None:
+        """The scheduler has seen a new request."""
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """No more `prepare_*` will come for it; completions of its transfers still may."""
+
+    def on_schedule_end(self) -> None:
+        """Once at the end of each scheduler step."""
+
+    def has_pending_work(self) -> bool:
+        """Whether the manager needs the engine to keep stepping."""
+        return False
+
+    def shutdown(self) -> None:
+        """Releases what the manager holds. No other call follows."""
+
+
+class CachePolicy(ABC):
+    """Eviction order over the resident keys of one tier. Keys only: no slots, no I/O, no clock.
+
+    Batches are sequences in prefix order (deepest last) unless it says otherwise. A policy holds exactly the
+    keys that were inserted and neither evicted nor removed since.
+    """
+
+    name: str
+
+    def __init__(self, cache_capacity: int) -> None:
+        self.cache_capacity = cache_capacity
+
+    @abstractmethod
+    def insert(self, keys: Sequence[OffloadKey]) -> None:
+        """New resident keys, newest last. The caller guarantees that none is resident."""
+
+    @abstractmethod
+    def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
+        """One use of each resident key, in the order given (so: the last one ends most recent).
+
+        Keys in `first_use` only move: for them this is not a reuse. Keys that are not resident are not made so.
+        """
+
+    @abstractmethod
+    def evict(
+        self, count: int, protected: Sequence[Container[OffloadKey]] = ()
+    ) -> list[OffloadKey] | None:
+        """Removes and returns exactly `count` victims, none of them in any of `protected`.
+
+        Atomic: None, and nothing changed, if there are not that many. O(victims + protected keys passed over).
+        """
+
+    @abstractmethod
+    def remove(self, keys: Iterable[OffloadKey]) -> None:
+        """Forgets resident keys that were not evicted (a failed store or load). Leaves no ghosts."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets everything, learned state included."""
+
+    @abstractmethod
+    def __contains__(self, key: object) -> bool: ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[OffloadKey]:
+        """Every resident key once, in no promised order."""
