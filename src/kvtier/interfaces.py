@@ -78,9 +78,10 @@ class CPULoadStoreSpec(LoadStoreSpec):
     completing by a spec whose generations no longer match is ignored by the manager. `keys` stay on the side of
     the manager: a pickled spec arrives without them. `begin_by_s` is the manager's time by which a load must
     have begun (None: no limit); a worker that has not begun by then cancels it and reports it failed.
+    `ended` is the manager's: the keys whose load by this very spec is over, so that no completion counts twice.
     """
 
-    __slots__ = ("begin_by_s", "block_ids", "generations", "keys")
+    __slots__ = ("begin_by_s", "block_ids", "ended", "generations", "keys")
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class CPULoadStoreSpec(LoadStoreSpec):
         self.generations: SlotArray = np.asarray(generations, dtype=np.int64)
         self.keys = keys
         self.begin_by_s = begin_by_s
+        self.ended: set[OffloadKey] = set()
 
     @staticmethod
     def medium() -> str:
@@ -192,9 +194,7 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def prepare_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Allocates slots for those of `keys` that are neither stored nor in flight, evicting where needed.
 
         Never evicts a pinned block, a block in flight, or any key of this very call. None if the room cannot be
@@ -202,9 +202,7 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def prepare_store_prefix(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput:
+    def prepare_store_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """As `prepare_store`, for engines that cannot offer again: stores the longest leading run that fits.
 
         The request's own earlier blocks are not evicted either, so a prompt larger than the tier leaves a usable
@@ -298,9 +296,7 @@ class CachePolicy(ABC):
         """
 
     @abstractmethod
-    def evict(
-        self, count: int, protected: Sequence[Container[OffloadKey]] = ()
-    ) -> list[OffloadKey] | None:
+    def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
         """Removes and returns exactly `count` victims, none of them in any of `protected`.
 
         Atomic: None, and nothing changed, if there are not that many. O(victims + protected keys passed over).

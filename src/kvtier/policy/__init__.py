@@ -1,1 +1,22 @@
-"""TODO"""
+"""Eviction policies, by name. One file a policy; keys only, no I/O."""
+
+from kvtier.errors import ConfigurationError
+from kvtier.interfaces import CachePolicy
+from kvtier.policy.arc import ARCCachePolicy
+from kvtier.policy.lru import LRUCachePolicy
+
+POLICIES: dict[str, type[CachePolicy]] = {policy.name: policy for policy in (ARCCachePolicy, LRUCachePolicy)}
+
+
+def make_policy(name: str, cache_capacity: int) -> CachePolicy:
+    """A new policy of this name for `cache_capacity` blocks. Raises ConfigurationError for an unknown name."""
+    try:
+        policy = POLICIES[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"eviction policy {name!r} is unknown; allowed: {', '.join(sorted(POLICIES))}"
+        ) from None
+    return policy(cache_capacity)
+
+
+__all__ = ["POLICIES", "ARCCachePolicy", "LRUCachePolicy", "make_policy"]

@@ -1,0 +1,200 @@
+"""`BlockIndex`: key -> slot for what is visible, and the life of every slot.
+
+The state of a slot *is* the container that holds it, so a batch changes state by moving keys between containers
+at C speed, and no flag can disagree with the container.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+
+from kvtier.errors import InvariantError
+from kvtier.index.states import TRANSITIONS, SlotEvent, SlotState
+from kvtier.interfaces import SlotArray
+from kvtier.keys import OffloadKey
+
+
+@dataclass(slots=True)
+class CondemnedSlot:
+    """An invisible slot that somebody still uses."""
+
+    key: OffloadKey
+    readers: int
+    has_writer: bool
+
+
+class BlockIndex:
+    """Slots 0..num_slots-1 of one tier and the keys visible through them.
+
+    Callers check that a batch is legal before they apply it: keys are distinct and in the state that the event
+    starts from (a KeyError out of here is a bug of the caller). Batches cost O(keys) at C speed.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.ready: dict[OffloadKey, int] = {}
+        self.in_flight: dict[OffloadKey, int] = {}
+        self.condemned: dict[int, CondemnedSlot] = {}
+        self.pins: dict[OffloadKey, int] = {}
+        """Number of loads of each visible, pinned key; a key without loads is not in here."""
+        self.generations: SlotArray = np.zeros(num_slots, dtype=np.int64)
+        """How often each slot has been allocated."""
+        self.allocated_at_s = np.zeros(num_slots, dtype=np.float64)
+        self._condemned_of: dict[OffloadKey, list[int]] = {}
+        self._freed: list[int] = []
+        self._num_never_used = num_slots
+        self._visible = {SlotState.READY: self.ready, SlotState.IN_FLIGHT: self.in_flight}
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be allocated now. O(1)."""
+        return len(self._freed) + self._num_never_used
+
+    def state_of(self, key: OffloadKey) -> SlotState | None:
+        """The visible state of `key`, or None. O(1)."""
+        if key in self.ready:
+            return SlotState.READY
+        return SlotState.IN_FLIGHT if key in self.in_flight else None
+
+    def condemned_slots(self, key: OffloadKey) -> Sequence[int]:
+        """The condemned slots that once held `key`, oldest first. The caller does not change it."""
+        return self._condemned_of.get(key, ())
+
+    # -- batches ---------------------------------------------------------------------------------------------
+
+    def allocate(self, keys: Sequence[OffloadKey], now_s: float) -> SlotArray:
+        """FREE -> IN_FLIGHT for `len(keys)` slots: never-used ones ascending, then the last freed first.
+
+        The caller guarantees `len(keys) <= num_free`. Returns the slots in the order of `keys`; caller owns it.
+        """
+        _, target = TRANSITIONS[SlotEvent.ALLOCATE]
+        first = self.num_slots - self._num_never_used
+        num_fresh = min(len(keys), self._num_never_used)
+        slots = list(range(first, first + num_fresh))
+        self._num_never_used -= num_fresh
+        if num_reused := len(keys) - num_fresh:
+            slots += self._freed[: -num_reused - 1 : -1]
+            del self._freed[-num_reused:]
+        self._visible[target].update(zip(keys, slots, strict=True))
+        allocated = np.array(slots, dtype=np.int64)
+        self.generations[allocated] += 1
+        self.allocated_at_s[allocated] = now_s
+        return allocated
+
+    def publish(self, keys: Collection[OffloadKey]) -> None:
+        """IN_FLIGHT -> READY: the bytes are there."""
+        _, target = TRANSITIONS[SlotEvent.PUBLISH]
+        slots = self._take(SlotEvent.PUBLISH, keys)
+        self._visible[target].update(zip(keys, slots, strict=True))
+
+    def abandon(self, keys: Collection[OffloadKey]) -> None:
+        """IN_FLIGHT -> FREE: the write failed and its writer is done."""
+        self._freed += self._take(SlotEvent.ABANDON, keys)
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        """READY -> FREE, for unpinned keys."""
+        self._freed += self._take(SlotEvent.DROP, keys)
+
+    def condemn_writes(self, keys: Collection[OffloadKey]) -> None:
+        """IN_FLIGHT -> CONDEMNED: invisible from now on, free when the writer is known to be done."""
+        slots = self._take(SlotEvent.CONDEMN_WRITE, keys)
+        for key, slot in zip(keys, slots, strict=True):
+            self._condemn(slot, CondemnedSlot(key, readers=0, has_writer=True))
+
+    def condemn_reads(self, keys: Collection[OffloadKey]) -> None:
+        """READY -> CONDEMNED, for pinned keys: invisible from now on, free when the last reader leaves."""
+        slots = self._take(SlotEvent.CONDEMN_READ, keys)
+        for key, slot in zip(keys, slots, strict=True):
+            self._condemn(slot, CondemnedSlot(key, readers=self.pins.pop(key), has_writer=False))
+
+    def pin(self, keys: Collection[OffloadKey]) -> None:
+        """One more load of each of these READY keys."""
+        pins = self.pins
+        if pins.keys().isdisjoint(keys):
+            pins.update(zip(keys, repeat(1)))
+        else:
+            for key in keys:
+                pins[key] = pins.get(key, 0) + 1
+
+    def unpin(self, keys: Collection[OffloadKey]) -> OffloadKey | None:
+        """One load less of each of these READY keys, or nothing changed and the first that is not pinned."""
+        pins = self.pins
+        counts = list(map(pins.pop, keys, repeat(0)))
+        if counts.count(1) == len(counts):
+            return None
+        missing = next((key for key, count in zip(keys, counts, strict=True) if not count), None)
+        still_held = 0 if missing is not None else 1
+        for key, count in zip(keys, counts, strict=True):
+            if count > still_held:
+                pins[key] = count - still_held
+        return missing
+
+    # -- condemned slots, one at a time (they are rare) --------------------------------------------------------
+
+    def reader_left(self, slot: int) -> None:
+        """One load less of a condemned slot."""
+        entry = self.condemned[slot]
+        entry.readers -= 1
+        self._release_if_unused(slot, entry)
+
+    def writer_left(self, slot: int) -> None:
+        """The writer of a condemned slot is known to be done or dead."""
+        entry = self.condemned[slot]
+        entry.has_writer = False
+        self._release_if_unused(slot, entry)
+
+    def renew_free_order(self) -> None:
+        """After a reset: with nothing in use, slots are handed out as if the index were new."""
+        if self.num_free == self.num_slots:
+            self._freed.clear()
+            self._num_never_used = self.num_slots
+
+    # -- private ---------------------------------------------------------------------------------------------
+
+    def _take(self, event: SlotEvent, keys: Collection[OffloadKey]) -> list[int]:
+        source, _ = TRANSITIONS[event]
+        return list(map(self._visible[source].pop, keys))
+
+    def _condemn(self, slot: int, entry: CondemnedSlot) -> None:
+        self.condemned[slot] = entry
+        self._condemned_of.setdefault(entry.key, []).append(slot)
+
+    def _release_if_unused(self, slot: int, entry: CondemnedSlot) -> None:
+        if entry.readers or entry.has_writer:
+            return
+        del self.condemned[slot]
+        slots = self._condemned_of[entry.key]
+        slots.remove(slot)
+        if not slots:
+            del self._condemned_of[entry.key]
+        self._freed.append(slot)
+
+    def check_invariants(self) -> None:
+        """Recounts slots, pins and condemned bookkeeping. Raises InvariantError. O(num_slots)."""
+        never_used = range(self.num_slots - self._num_never_used, self.num_slots)
+        holders = Counter(self.ready.values())
+        holders.update(self.in_flight.values())
+        holders.update(self.condemned)
+        holders.update(self._freed)
+        holders.update(never_used)
+        if len(holders) != self.num_slots or any(count != 1 for count in holders.values()):
+            wrong = {slot: count for slot, count in holders.items() if count != 1}
+            missing = set(range(self.num_slots)) - set(holders)
+            raise InvariantError(f"slots are not a partition: held twice {wrong}, by nobody {missing}")
+        if both := self.ready.keys() & self.in_flight.keys():
+            raise InvariantError(f"visible twice: {[key.hex() for key in both]}")
+        if bad := [key.hex() for key, count in self.pins.items() if count < 1 or key not in self.ready]:
+            raise InvariantError(f"pins on keys that are not ready, or below one: {bad}")
+        for slot, entry in self.condemned.items():
+            if entry.readers < 0 or not (entry.readers or entry.has_writer):
+                raise InvariantError(f"condemned slot {slot} without a user: {entry}")
+        listed = sorted(slot for slots in self._condemned_of.values() for slot in slots)
+        if listed != sorted(self.condemned):
+            raise InvariantError(f"condemned slots by key {listed} are not {sorted(self.condemned)}")

@@ -1,0 +1,52 @@
+"""The one state machine of a slot.
+
+Every change of a slot's state in kvtier is one of these events, applied by `BlockIndex`, which looks the states
+up here: an edge that is not in the table cannot be taken.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class SlotState(enum.Enum):
+    """Where a slot stands. A slot is in exactly one state."""
+
+    FREE = "free"
+    """Holds nothing; may be handed out."""
+    IN_FLIGHT = "in flight"
+    """A store writes it; its key is visible as on its way."""
+    READY = "ready"
+    """Its key can be loaded; loads pin it."""
+    CONDEMNED = "condemned"
+    """Invisible, and not to be handed out while a reader or writer is still at it."""
+
+
+class SlotEvent(enum.Enum):
+    """What may happen to a slot."""
+
+    ALLOCATE = "allocate"
+    """A store begins."""
+    PUBLISH = "publish"
+    """The write is complete."""
+    ABANDON = "abandon"
+    """The write failed, and its writer is done."""
+    DROP = "drop"
+    """An unpinned block leaves: evicted, reset, or found bad."""
+    CONDEMN_WRITE = "condemn write"
+    """Reset or reaped under its writer."""
+    CONDEMN_READ = "condemn read"
+    """Reset or found bad under its readers."""
+    RELEASE = "release"
+    """The last reader or writer of a condemned slot has left."""
+
+
+TRANSITIONS: dict[SlotEvent, tuple[SlotState, SlotState]] = {
+    SlotEvent.ALLOCATE: (SlotState.FREE, SlotState.IN_FLIGHT),
+    SlotEvent.PUBLISH: (SlotState.IN_FLIGHT, SlotState.READY),
+    SlotEvent.ABANDON: (SlotState.IN_FLIGHT, SlotState.FREE),
+    SlotEvent.DROP: (SlotState.READY, SlotState.FREE),
+    SlotEvent.CONDEMN_WRITE: (SlotState.IN_FLIGHT, SlotState.CONDEMNED),
+    SlotEvent.CONDEMN_READ: (SlotState.READY, SlotState.CONDEMNED),
+    SlotEvent.RELEASE: (SlotState.CONDEMNED, SlotState.FREE),
+}
