@@ -1,1 +1,1 @@
-"""TODO"""
+"""Places that hold offloaded blocks."""
