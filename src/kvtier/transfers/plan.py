@@ -130,8 +130,7 @@ class Planner:
         engine = pages.bases + blocks * pages.row_strides
         slot_starts = pool.ctypes.data + slots[chunk_idx] * pool.strides[0]
         target = pages.slot_offsets + slot_starts + sub_blocks * pages.slot_strides
-        sizes = np.broadcast_to(pages.sizes, engine.shape)
-        flat = (engine.reshape(-1), target.reshape(-1), sizes.reshape(-1))
+        flat = (engine.reshape(-1), target.reshape(-1), np.repeat(pages.sizes.reshape(-1), len(blocks)))
         if per_chunk == 1:
             return flat
         return _join_neighbours(*flat, np.tile(sub_blocks == 0, len(pages.sizes)))
