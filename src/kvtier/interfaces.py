@@ -75,36 +75,53 @@ class CPULoadStoreSpec(LoadStoreSpec):
     """Slots of the RAM pool, in the order of the keys of the call that made it.
 
     `block_ids[i]` (int64) is the slot of `keys[i]` and `generations[i]` (int64) that slot's allocation number:
-    completing by a spec whose generations no longer match is ignored by the manager. `keys` stay on the side of
-    the manager: a pickled spec arrives without them. `begin_by_s` is the manager's time by which a load must
-    have begun (None: no limit); a worker that has not begun by then cancels it and reports it failed.
-    `ended` is the manager's: the keys whose load by this very spec is over, so that no completion counts twice.
+    completing by a spec whose generations no longer match is ignored by the manager. Both arrays are made when they
+    are first read. `keys` stay on the side of the manager: a pickled spec arrives without them. `begin_by_s` is the
+    manager's time by which a load must have begun (None: no limit); a worker that has not begun by then cancels it
+    and reports it failed. `ended` is the manager's own: the keys whose load by this very spec is over, so that no
+    completion counts twice.
     """
 
-    __slots__ = ("begin_by_s", "block_ids", "ended", "generations", "keys")
+    __slots__ = ("_block_ids", "_generations", "begin_by_s", "ended", "keys", "slot_generations", "slots")
 
     def __init__(
         self,
-        block_ids: Sequence[int] | SlotArray,
-        generations: Sequence[int] | SlotArray = (),
+        slots: Sequence[int],
+        generations: Sequence[int] = (),
         keys: Sequence[OffloadKey] = (),
         begin_by_s: float | None = None,
     ) -> None:
-        self.block_ids: SlotArray = np.asarray(block_ids, dtype=np.int64)
-        self.generations: SlotArray = np.asarray(generations, dtype=np.int64)
+        self.slots = slots
+        self.slot_generations = generations
         self.keys = keys
         self.begin_by_s = begin_by_s
         self.ended: set[OffloadKey] = set()
+        self._block_ids: SlotArray | None = None
+        self._generations: SlotArray | None = None
+
+    @property
+    def block_ids(self) -> SlotArray:
+        """Shape (len(keys),). The caller does not change it."""
+        if self._block_ids is None:
+            self._block_ids = np.array(self.slots, dtype=np.int64)
+        return self._block_ids
+
+    @property
+    def generations(self) -> SlotArray:
+        """Shape (len(keys),). The caller does not change it."""
+        if self._generations is None:
+            self._generations = np.array(self.slot_generations, dtype=np.int64)
+        return self._generations
 
     @staticmethod
     def medium() -> str:
         return "CPU"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CPULoadStoreSpec, (self.block_ids, self.generations, (), self.begin_by_s)
+        return CPULoadStoreSpec, (list(self.slots), list(self.slot_generations), (), self.begin_by_s)
 
     def __repr__(self) -> str:
-        return f"CPULoadStoreSpec(block_ids={self.block_ids.tolist()})"
+        return f"CPULoadStoreSpec(block_ids={list(self.slots)})"
 
 
 @dataclass(slots=True)

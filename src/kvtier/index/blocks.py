@@ -11,11 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-import numpy as np
-
 from kvtier.errors import InvariantError
 from kvtier.index.states import TRANSITIONS, SlotEvent, SlotState
-from kvtier.interfaces import SlotArray
 from kvtier.keys import OffloadKey
 
 
@@ -42,9 +39,9 @@ class BlockIndex:
         self.condemned: dict[int, CondemnedSlot] = {}
         self.pins: dict[OffloadKey, int] = {}
         """Number of loads of each visible, pinned key; a key without loads is not in here."""
-        self.generations: SlotArray = np.zeros(num_slots, dtype=np.int64)
-        """How often each slot has been allocated."""
-        self.allocated_at_s = np.zeros(num_slots, dtype=np.float64)
+        self.generations = [0] * num_slots
+        """Number of the allocation that each slot is, or was last, part of. Allocations count from 1."""
+        self.num_allocations = 0
         self._condemned_of: dict[OffloadKey, list[int]] = {}
         self._freed: list[int] = []
         self._num_never_used = num_slots
@@ -69,10 +66,11 @@ class BlockIndex:
 
     # -- batches ---------------------------------------------------------------------------------------------
 
-    def allocate(self, keys: Sequence[OffloadKey], now_s: float) -> SlotArray:
+    def allocate(self, keys: Sequence[OffloadKey]) -> list[int]:
         """FREE -> IN_FLIGHT for `len(keys)` slots: never-used ones ascending, then the last freed first.
 
-        The caller guarantees `len(keys) <= num_free`. Returns the slots in the order of `keys`; caller owns it.
+        The caller guarantees `len(keys) <= num_free`. Returns the slots in the order of `keys`; caller owns them.
+        Their generation is `num_allocations` after the call.
         """
         _, target = TRANSITIONS[SlotEvent.ALLOCATE]
         first = self.num_slots - self._num_never_used
@@ -83,10 +81,11 @@ class BlockIndex:
             slots += self._freed[: -num_reused - 1 : -1]
             del self._freed[-num_reused:]
         self._visible[target].update(zip(keys, slots, strict=True))
-        allocated = np.array(slots, dtype=np.int64)
-        self.generations[allocated] += 1
-        self.allocated_at_s[allocated] = now_s
-        return allocated
+        self.num_allocations = number = self.num_allocations + 1
+        generations = self.generations
+        for slot in slots:
+            generations[slot] = number
+        return slots
 
     def publish(self, keys: Collection[OffloadKey]) -> None:
         """IN_FLIGHT -> READY: the bytes are there."""

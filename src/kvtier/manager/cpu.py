@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from itertools import filterfalse, takewhile
 from typing import cast
-
-import numpy as np
 
 from kvtier.errors import (
     BlockNotPinnedError,
@@ -74,7 +72,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._in_flight = self._index.in_flight
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._now_s = -math.inf
-        self._next_reap_s = math.inf
+        self._store_times: deque[list[float]] = deque()
+        """[time, number of the last allocation until then], oldest first: tells the age of what is in flight."""
         self._counters: Counter[str] = Counter()
 
     # -- look-up ---------------------------------------------------------------------------------------------
@@ -107,24 +106,24 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         keys = list(keys)
-        self._refuse_duplicates(keys)
         slots = list(map(self._ready.get, keys))
         if None in slots:
             key = keys[slots.index(None)]
             raise BlockNotReadyError(f"block {key.hex()} is {self.residency(key).value}; a load needs it ready")
+        self._refuse_duplicates(keys)
         request = self._request(req_context)
         self._index.pin(keys)
-        request.loading.update(zip(keys, cast("list[int]", slots), strict=True))
-        request.note(keys, reused=True)
+        request.note_reused(keys)
         if self._filter is not None:
             self._filter.note_prepared(req_context)
-        block_ids = np.array(slots, dtype=np.int64)
-        return CPULoadStoreSpec(
-            block_ids,
-            self._index.generations[block_ids],
+        spec = CPULoadStoreSpec(
+            cast("list[int]", slots),
+            list(map(self._index.generations.__getitem__, cast("list[int]", slots))),
             keys,
-            begin_by_s=request.load_begin_by_s(self._now_s, self.deadline_s),
+            request.load_begin_by_s(self._now_s, self.deadline_s),
         )
+        request.loads.append(spec)
+        return spec
 
     def complete_load(
         self,
@@ -134,24 +133,19 @@ class CPUOffloadingManager(OffloadingManager):
         spec: LoadStoreSpec | None = None,
     ) -> None:
         index = self._index
+        request = self._request(req_context)
         if spec is not None:
-            ended = self._loads_of(keys, cast(CPULoadStoreSpec, spec), self._request(req_context))
+            keys = self._end_load(keys, cast(CPULoadStoreSpec, spec), request)
         elif index.condemned:
-            ended = self._loads_by_key(keys, self._request(req_context))
+            keys = self._end_loads_by_key(keys, request)
         else:
             missing = index.unpin(keys)
             if missing is not None:
                 raise BlockNotPinnedError(f"block {missing.hex()} is not pinned by any load")
-            consume(map(self._request(req_context).loading.pop, keys, [None] * len(keys)))
-            ended = None
-        if ended is not None:
-            visible, condemned = ended
-            index.unpin(visible)
-            consume(map(index.reader_left, condemned))
-            keys = visible
+            request.load_ended(keys)
         if not success:
             self._counters["failed_load_blocks"] += len(keys)
-            self._withdraw([key for key in keys if key in self._ready])
+            self._withdraw(list(filter(self._ready.__contains__, keys)))
 
     # -- stores ----------------------------------------------------------------------------------------------
 
@@ -174,7 +168,7 @@ class CPUOffloadingManager(OffloadingManager):
                 self._counters["refused_blocks"] += len(new)
                 return None
             evicted = victims
-        return self._grant(keys, new, evicted, request, req_context)
+        return self._grant(own, new, evicted, request, req_context)
 
     def prepare_store_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         keys = list(keys)
@@ -183,10 +177,9 @@ class CPUOffloadingManager(OffloadingManager):
         new = self._storable(keys)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
-        if request.shed and new:
-            self._counters["shed_blocks"] += len(new)
-            keys = keys[: keys.index(new[0])]
-            new = []
+        fitting = len(new)
+        if request.shed:
+            fitting = 0
         elif missing > 0:
             protected = [*self._protected(own), request.accessed]
             victims = self.policy.evict(missing, protected)
@@ -194,12 +187,13 @@ class CPUOffloadingManager(OffloadingManager):
                 request.shed = True
                 spare = sum(1 for _ in evictable(self.policy, protected))
                 fitting = self._index.num_free + spare
-                self._counters["shed_blocks"] += len(new) - fitting
-                keys = keys[: keys.index(new[fitting])]
-                new = new[:fitting]
                 victims = self.policy.evict(spare, protected) or []
             evicted = victims
-        return self._grant(keys, new, evicted, request, req_context)
+        if fitting < len(new):
+            self._counters["shed_blocks"] += len(new) - fitting
+            own = dict.fromkeys(keys[: keys.index(new[fitting])])
+            new = new[:fitting]
+        return self._grant(own, new, evicted, request, req_context)
 
     def complete_store(
         self,
@@ -255,8 +249,7 @@ class CPUOffloadingManager(OffloadingManager):
                 resident = [key for key in deepest_first if key in ready or key in in_flight]
             else:
                 resident = list(filter(ready.__contains__, deepest_first))
-            inserted = {key for key, reused in request.accessed.items() if not reused}
-            self.policy.touch(resident, inserted)
+            self.policy.touch(resident, request.inserted)
         request.finish()
 
     # -- waiting and time ------------------------------------------------------------------------------------
@@ -273,12 +266,12 @@ class CPUOffloadingManager(OffloadingManager):
     def advance(self, now_s: float) -> None:
         if now_s <= self._now_s:
             return
-        if self._now_s == -math.inf:  # until now nothing could expire: what is in flight starts to age
-            self._index.allocated_at_s[:] = now_s
-            if self._in_flight:
-                self._next_reap_s = now_s + self.store_timeout_s
+        if self._now_s == -math.inf and self._store_times:
+            self._store_times[0][0] = now_s  # nobody told the time before: what is in flight begins to age
         self._now_s = now_s
-        if now_s >= self._next_reap_s:
+        if not self._in_flight:
+            self._store_times.clear()
+        elif now_s - self._store_times[0][0] >= self.store_timeout_s:
             self._reap()
 
     # -- whole cache -----------------------------------------------------------------------------------------
@@ -316,8 +309,6 @@ class CPUOffloadingManager(OffloadingManager):
         if len(held) != len(self.policy) or len(held) != len(resident) or set(held) != resident:
             difference = [key.hex() for key in resident.symmetric_difference(held)]
             raise InvariantError(f"the policy does not hold exactly the resident keys: {difference}")
-        if self._next_reap_s == math.inf and self._in_flight and self._now_s != -math.inf:
-            raise InvariantError("stores are in flight but nothing would ever reap them")
 
     # -- private ---------------------------------------------------------------------------------------------
 
@@ -360,7 +351,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _grant(
         self,
-        offered: list[OffloadKey],
+        own: dict[OffloadKey, None],
         new: list[OffloadKey],
         evicted: list[OffloadKey],
         request: RequestState,
@@ -372,84 +363,94 @@ class CPUOffloadingManager(OffloadingManager):
             self._index.drop(evicted)
             self._counters["evicted_blocks"] += len(evicted)
             self._emit(evicted, removed=True)
-        if len(new) < len(offered):
-            inserted = set(new)
-            for key in offered:  # in prefix order, also where stored and new blocks alternate
-                if key in inserted or key in self._ready:
-                    request.note((key,), reused=key not in inserted)
+        if len(new) == len(own):
+            request.note_inserted(own)
         else:
-            request.note(new, reused=False)
+            inserted = dict.fromkeys(new)
+            # in prefix order, also where stored and new blocks alternate
+            request.note_reused([key for key in own if key in inserted or key in self._ready])
+            request.note_inserted(inserted)
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted)
-        slots = self._index.allocate(new, self._now_s)
+        slots = self._index.allocate(new)
         self.policy.insert(new)
         if not request.introduced and len(request.accessed) > 2 * self._index.num_slots + 1024:
             self._forget_absent(request)
-        if self._now_s + self.store_timeout_s < self._next_reap_s and self._now_s != -math.inf:
-            self._next_reap_s = self._now_s + self.store_timeout_s
-        spec = CPULoadStoreSpec(slots, self._index.generations[slots], new)
-        return PrepareStoreOutput(list(new), spec, evicted)
+        number = self._index.num_allocations
+        if self._store_times and self._store_times[-1][0] == self._now_s:
+            self._store_times[-1][1] = number
+        else:
+            self._store_times.append([self._now_s, number])
+        spec = CPULoadStoreSpec(slots, [number] * len(slots), new)
+        return PrepareStoreOutput(new.copy(), spec, evicted)
 
     def _forget_absent(self, request: RequestState) -> None:
         """A context that nobody finishes must not grow without bound."""
-        kept = {k: reused for k, reused in request.accessed.items() if self._index.state_of(k) is not None}
-        request.accessed.clear()
-        request.accessed.update(kept)
+        resident = {key: None for key in request.accessed if self._index.state_of(key) is not None}
+        request.inserted = {key: None for key in resident if key in request.inserted}
+        request.accessed = resident
 
-    def _loads_of(
+    def _end_load(
         self, keys: Collection[OffloadKey], spec: CPULoadStoreSpec, request: RequestState
-    ) -> tuple[list[OffloadKey], list[int]]:
-        """-> (visible keys, condemned slots) whose load by `spec` ends now. What does not match is counted."""
-        slots = dict(zip(spec.keys, spec.block_ids.tolist(), strict=True))
-        visible, condemned = [], []
-        for key in dict.fromkeys(keys):
-            slot = slots.get(key)
-            if slot is None or key in spec.ended:
-                self._counters["late_completions"] += 1
-                continue
-            spec.ended.add(key)
-            if request.loading.get(key) == slot:
-                del request.loading[key]
-            # a pinned slot is never handed out again, so a load that has not ended still has its slot
+    ) -> list[OffloadKey]:
+        """Ends the load by `spec` of these keys; returns those that are visible. What does not match is counted."""
+        named = dict.fromkeys(keys)
+        ending = [key for key in spec.keys if key in named and key not in spec.ended]
+        self._counters["late_completions"] += len(named) - len(ending)
+        spec.ended.update(ending)
+        if len(spec.ended) == len(spec.keys) and spec in request.loads:
+            request.loads.remove(spec)
+        if self._index.condemned:
+            # a pinned slot is not handed out again, so a load that has not ended still has its slot
+            slot_of = dict(zip(spec.keys, spec.slots, strict=True))
+            condemned = [key for key in ending if slot_of[key] in self._index.condemned]
+            ending = [key for key in ending if slot_of[key] not in self._index.condemned]
+            for key in condemned:
+                self._index.reader_left(slot_of[key])
+        self._index.unpin(ending)
+        return ending
+
+    def _end_loads_by_key(self, keys: Collection[OffloadKey], request: RequestState) -> list[OffloadKey]:
+        """As `_end_load`, by key while slots are condemned: the request's own oldest load of a key comes first."""
+        keys = list(keys)
+        self._refuse_duplicates(keys)
+        visible: list[OffloadKey] = []
+        condemned: list[int] = []
+        for key in keys:
+            slot = self._pinned_slot(key, request)
+            if slot is None:
+                raise BlockNotPinnedError(f"block {key.hex()} is not pinned by any load")
             if slot in self._index.condemned:
                 condemned.append(slot)
             else:
                 visible.append(key)
-        return visible, condemned
+        consume(map(self._index.reader_left, condemned))
+        self._index.unpin(visible)
+        request.load_ended(keys)
+        return visible
 
-    def _loads_by_key(self, keys: Collection[OffloadKey], request: RequestState) -> tuple[list[OffloadKey], list[int]]:
-        """As `_loads_of`, for a completion by key while slots are condemned: the request's own load comes first."""
-        visible, condemned = [], []
-        for key in keys:
-            readers = [s for s in self._index.condemned_slots(key) if self._index.condemned[s].readers]
-            slot = request.loading.get(key)
-            if slot in readers:
-                condemned.append(cast(int, slot))
-            elif key in self._index.pins:
-                visible.append(key)
-            elif readers:
-                condemned.append(readers[0])
-            else:
-                raise BlockNotPinnedError(f"block {key.hex()} is not pinned by any load")
-        self._refuse_duplicates(list(keys))
-        consume(map(request.loading.pop, keys, [None] * len(keys)))
-        return visible, condemned
+    def _pinned_slot(self, key: OffloadKey, request: RequestState) -> int | None:
+        """Which slot a completion by key means."""
+        for spec in request.loads:
+            if key in spec.keys and key not in spec.ended:
+                return spec.slots[list(spec.keys).index(key)]
+        if key in self._index.pins:
+            return self._ready[key]
+        condemned = self._index.condemned
+        return next((slot for slot in self._index.condemned_slots(key) if condemned[slot].readers), None)
 
     def _stores_of(self, keys: Collection[OffloadKey], spec: CPULoadStoreSpec) -> list[OffloadKey]:
         """The keys whose current write is the one of `spec`. Lets writers of condemned slots go; counts the rest."""
-        slots = spec.block_ids.tolist()
-        fresh = self._index.generations[spec.block_ids] == spec.generations
-        if len(keys) == len(slots) and list(map(self._in_flight.get, spec.keys)) == slots and fresh.all():
-            return list(spec.keys)
-        named = set(keys)
+        index, named = self._index, set(keys)
         arrived = []
-        for key, slot, same in zip(spec.keys, slots, fresh.tolist(), strict=True):
+        for key, slot, generation in zip(spec.keys, spec.slots, spec.slot_generations, strict=True):
             if key not in named:
                 continue
+            same = index.generations[slot] == generation
             if same and self._in_flight.get(key) == slot:
                 arrived.append(key)
-            elif same and slot in self._index.condemned and self._index.condemned[slot].has_writer:
-                self._index.writer_left(slot)
+            elif same and slot in index.condemned and index.condemned[slot].has_writer:
+                index.writer_left(slot)
             else:
                 self._counters["late_completions"] += 1
         return arrived
@@ -472,17 +473,16 @@ class CPUOffloadingManager(OffloadingManager):
         self._emit(keys, removed=True)
 
     def _reap(self) -> None:
-        keys = list(self._in_flight)
-        ages = self._now_s - self._index.allocated_at_s[list(self._in_flight.values())]
-        overdue = [key for key, age in zip(keys, ages.tolist(), strict=True) if age >= self.store_timeout_s]
+        """Condemns the stores that were already in flight at a time `store_timeout_s` ago."""
+        last_overdue = 0.0
+        while self._store_times and self._now_s - self._store_times[0][0] >= self.store_timeout_s:
+            last_overdue = self._store_times.popleft()[1]
+        generations = self._index.generations
+        overdue = [key for key, slot in self._in_flight.items() if generations[slot] <= last_overdue]
         if overdue:
             self._index.condemn_writes(overdue)
             self.policy.remove(overdue)
             self._counters["reaped_blocks"] += len(overdue)
-        # rescanning for every single store would cost O(in flight) a step; an eighth of the limit is soon enough
-        oldest = max((age for age in ages.tolist() if age < self.store_timeout_s), default=None)
-        wait_s = None if oldest is None else max(self.store_timeout_s - oldest, self.store_timeout_s / 8)
-        self._next_reap_s = math.inf if wait_s is None else self._now_s + wait_s
 
     def _emit(self, keys: list[OffloadKey], removed: bool) -> None:
         if self._events is not None and keys:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from itertools import filterfalse
+from collections.abc import Collection, Iterable
 
+from kvtier.interfaces import CPULoadStoreSpec
 from kvtier.keys import OffloadKey
 
 MIN_LOAD_BEGIN_S = 1.0
@@ -20,8 +20,9 @@ class RequestState:
         "crowded",
         "deadline_at_s",
         "expired",
+        "inserted",
         "introduced",
-        "loading",
+        "loads",
         "shed",
         "stuck_key",
     )
@@ -33,23 +34,46 @@ class RequestState:
         """Room can only be made from its own blocks: sparing them need not be tried again."""
         self.shed = False
         """A store was cut short: what lies behind the cut is not worth storing."""
-        self.accessed: dict[OffloadKey, bool] = {}
-        """Keys in the order of their first access; True for a reuse, False for one that this request inserted."""
-        self.loading: dict[OffloadKey, int] = {}
-        """Slot of each key that a load of this request has pinned and not yet released by key."""
+        self.accessed: dict[OffloadKey, None] = {}
+        """Keys in the order of their first access: what the end of the request tells the policy."""
+        self.inserted: dict[OffloadKey, None] = {}
+        """Those of `accessed` that this request itself inserted: no reuse."""
+        self.loads: list[CPULoadStoreSpec] = []
+        """Loads prepared and not yet completed, oldest first."""
         self.deadline_at_s = math.inf
         """Once the request has been told to wait: until when."""
         self.expired = False
         self.stuck_key: OffloadKey | None = None
         """The block that deferred the request last."""
 
-    def note(self, keys: Collection[OffloadKey], reused: bool) -> None:
-        """The request has accessed `keys`; the first access of a key decides whether it is a reuse."""
-        accessed = self.accessed
-        if accessed:
-            accessed.update(dict.fromkeys(filterfalse(accessed.__contains__, keys), reused))
+    def note_reused(self, keys: Iterable[OffloadKey]) -> None:
+        """The request has used blocks that were there."""
+        if self.accessed is self.inserted:
+            self.inserted = dict(self.inserted)
+        self.accessed.update(dict.fromkeys(keys))
+
+    def note_inserted(self, keys: dict[OffloadKey, None]) -> None:
+        """The request stores these blocks. Takes over `keys`."""
+        if not self.accessed:
+            # one dictionary for both, since nearly every request that misses stores all that it accesses
+            self.accessed = self.inserted = keys
+        elif self.accessed is self.inserted:
+            self.accessed.update(keys)
         else:
-            accessed.update(dict.fromkeys(keys, reused))
+            self.accessed.update(keys)
+            self.inserted.update(keys)
+
+    def load_ended(self, keys: Collection[OffloadKey]) -> None:
+        """A load of these keys was completed by key."""
+        if self.loads and self.loads[-1].keys == keys:
+            self.loads.pop()
+            return
+        named = set(keys)
+        for spec in self.loads:
+            ending = named.intersection(spec.keys) - spec.ended
+            spec.ended |= ending
+            named -= ending
+        self.loads = [spec for spec in self.loads if len(spec.ended) < len(spec.keys)]
 
     def may_wait(self, now_s: float, deadline_s: float) -> bool:
         """Starts the request's deadline if it does not run yet; False once it has passed."""
@@ -74,6 +98,7 @@ class RequestState:
     def finish(self) -> None:
         """The request ends: only its open loads are still of interest."""
         self.introduced = self.crowded = self.shed = self.expired = False
-        self.accessed.clear()
+        self.accessed = {}
+        self.inserted = {}
         self.deadline_at_s = math.inf
         self.stuck_key = None

@@ -35,30 +35,34 @@ class ARCCachePolicy(CachePolicy):
         self.b2: OrderedDict[OffloadKey, None] = OrderedDict()
 
     def insert(self, keys: Sequence[OffloadKey]) -> None:
-        returning = [key for key in keys if key in self.b1 or key in self.b2]
-        if not returning:
+        b1, b2 = self.b1, self.b2
+        if b1.keys().isdisjoint(keys) and b2.keys().isdisjoint(keys):
             self.t1.update(dict.fromkeys(keys))
             return
+        returning = [key for key in keys if key in b1 or key in b2]
         for key in returning:
             self._adapt(key)
-            if self.b1.pop(key, self) is self:
-                del self.b2[key]
+            del (b1 if key in b1 else b2)[key]
         again = dict.fromkeys(returning)
         self.t2.update(again)
         self.t1.update(dict.fromkeys(filterfalse(again.__contains__, keys)))
 
     def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
         t1, t2 = self.t1, self.t2
-        for key in keys:
+        keys = list(keys)
+        moving = list(filter(first_use.__contains__, keys))
+        if moving:
+            consume(map(t1.move_to_end, filter(t1.__contains__, moving)))
+            consume(map(t2.move_to_end, filter(t2.__contains__, moving)))
+            if len(moving) == len(keys):
+                return
+        for key in filterfalse(first_use.__contains__, keys):
             if key in t2:
                 t2.move_to_end(key)
             elif key in t1:
-                if key in first_use:
-                    t1.move_to_end(key)
-                else:
-                    del t1[key]
-                    t2[key] = None
-            elif key not in first_use:
+                del t1[key]
+                t2[key] = None
+            else:
                 self._adapt(key)
 
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
