@@ -258,10 +258,10 @@ class CPUOffloadingManager(OffloadingManager):
         request: RequestState | None = req_context._states.get(self)
         if request is None or request.stuck_key not in self._in_flight:
             return False
-        return request.may_wait(self._now_s, self.deadline_s)
+        return self._may_wait(request)
 
     def defer(self, req_context: ReqContext) -> bool:
-        return self._request(req_context).may_wait(self._now_s, self.deadline_s)
+        return self._may_wait(self._request(req_context))
 
     def advance(self, now_s: float) -> None:
         if now_s <= self._now_s:
@@ -327,13 +327,22 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _defer_on(self, key: OffloadKey, req_context: ReqContext) -> bool:
         request = self._request(req_context)
-        if not request.may_wait(self._now_s, self.deadline_s):
+        if not self._may_wait(request):
             return False
         request.stuck_key = key
-        self._counters["deferred_lookups"] += 1
         if self._filter is not None:
             self._filter.note_deferred(req_context)
         return True
+
+    def _may_wait(self, request: RequestState) -> bool:
+        may_wait = request.may_wait(self._now_s, self.deadline_s)
+        if may_wait and not request.deferred:
+            request.deferred = True
+            self._counters["deferred_requests"] += 1
+        elif not may_wait and request.deferred:
+            request.deferred = False
+            self._counters["expired_requests"] += 1
+        return may_wait
 
     def _storable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Those of `keys` that are neither stored nor in flight and that the filter admits, in order."""

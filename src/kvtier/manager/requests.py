@@ -19,6 +19,7 @@ class RequestState:
         "accessed",
         "crowded",
         "deadline_at_s",
+        "deferred",
         "expired",
         "inserted",
         "introduced",
@@ -42,6 +43,7 @@ class RequestState:
         """Loads prepared and not yet completed, oldest first."""
         self.deadline_at_s = math.inf
         """Once the request has been told to wait: until when."""
+        self.deferred = False
         self.expired = False
         self.stuck_key: OffloadKey | None = None
         """The block that deferred the request last."""
@@ -97,7 +99,7 @@ class RequestState:
 
     def finish(self) -> None:
         """The request ends: only its open loads are still of interest."""
-        self.introduced = self.crowded = self.shed = self.expired = False
+        self.introduced = self.deferred = self.crowded = self.shed = self.expired = False
         self.accessed = {}
         self.inserted = {}
         self.deadline_at_s = math.inf

@@ -1,0 +1,243 @@
+"""`KVTierConnector`: vLLM's offloading connector, made to survive failures and to wait within bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvtier.adapters.vllm.manager import VLLMManager
+from kvtier.adapters.vllm.metadata import KVTierConnectorMetadata, KVTierWorkerMetadata
+from kvtier.adapters.vllm.spec import ONE_PROCESS_KEY, KVTierOffloadingSpec
+from kvtier.adapters.vllm.worker import PooledWorker
+from kvtier.errors import ConfigurationError
+from kvtier.interfaces import CPULoadStoreSpec, ReqContext
+from kvtier.keys import OffloadKey
+from kvtier.manager import JobTable
+from kvtier.runtime import parse_config
+
+logger = init_logger(__name__)
+
+
+class KVTierConnector(OffloadingConnector):
+    """One of these in the scheduler, one in each worker; both build a `KVTierOffloadingSpec`.
+
+    Raises ConfigurationError, before anything is started, for settings that cannot work.
+    """
+
+    # -- construction ----------------------------------------------------------------------------------------
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        transfer_config = vllm_config.kv_transfer_config
+        settings = parse_config(transfer_config.kv_connector_extra_config)
+        if vllm_config.parallel_config.nnodes > 1:
+            raise ConfigurationError(f"the engine spans {vllm_config.parallel_config.nnodes} nodes; kvtier supports 1")
+        _name_our_spec(vllm_config)
+        transfer_config.kv_connector_extra_config[ONE_PROCESS_KEY] = (
+            vllm_config.parallel_config.distributed_executor_backend == "uni"
+        )
+        # the scheduler reads this right after: a failed load is recomputed, not an error of the request
+        transfer_config.kv_load_failure_policy = "recompute"
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._debug = settings.debug
+        self._num_ranks = vllm_config.parallel_config.world_size
+        # worker side
+        self._failed_jobs: set[int] = set()
+        # scheduler side
+        self._jobs: JobTable | None = None
+        self._behind: dict[str, OffloadKey] = {}
+        """Request -> the key that another request is loading and that it waits for."""
+        if role == KVConnectorRole.SCHEDULER:
+            self._jobs = JobTable(self._manager.core, self._num_ranks)
+
+    @property
+    def _manager(self) -> VLLMManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, VLLMManager)
+        return manager
+
+    @property
+    def _worker(self) -> PooledWorker:
+        assert self.connector_worker is not None
+        worker = self.connector_worker.worker
+        assert isinstance(worker, PooledWorker)
+        return worker
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        # runs in the API server, which has never built a connector
+        _name_our_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- scheduler side: look-up and deferral ----------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._manager.advance()
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """As vLLM's, but a request that waits costs O(1) a step, and waits no longer than its deadline."""
+        manager = self._manager
+        manager.advance()
+        state = self.scheduler._req_status[request.request_id]
+        context = manager.context_of(state.req_context)
+        if manager.core.still_waiting(context) or self._waits_for_load(request, context):
+            return None, False
+        num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if num_tokens is not None:
+            self._behind.pop(request.request_id, None)
+            return num_tokens, is_async
+        if not manager.core.defer(context):
+            # past its deadline; what vLLM still waits for is another request's load, or a transfer of its own
+            return 0, False
+        if not manager.core.still_waiting(context):
+            self._note_load_in_front(request, state)
+        return None, False
+
+    def _waits_for_load(self, request: Request, context: ReqContext) -> bool:
+        """The load that the request waited for is still going on, and its deadline has not passed. O(1)."""
+        key = self._behind.get(request.request_id)
+        return key is not None and key in self._keys_being_loaded and self._manager.core.defer(context)
+
+    def _note_load_in_front(self, request: Request, state: RequestOffloadState) -> None:
+        """vLLM does not say which load the request waits for: remember its first block that is being loaded."""
+        being_loaded = self._keys_being_loaded
+        for group in state.group_states:
+            key = next(filter(being_loaded.__contains__, group.offload_keys), None)
+            if key is not None:
+                self._behind[request.request_id] = key
+                return
+
+    @property
+    def _keys_being_loaded(self) -> set[OffloadKey]:
+        return self.scheduler._chunks_being_loaded or set()
+
+    # -- scheduler side: jobs --------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        manager, jobs = self._manager, self._jobs
+        assert jobs is not None
+        manager.advance()
+        # vLLM forgets a finished request as soon as it has no job: its contexts are taken before that
+        meta = super().build_connector_meta(scheduler_output)
+        assert isinstance(meta, OffloadingConnectorMetadata)
+        for is_store, submitted in ((False, meta.load_jobs), (True, meta.store_jobs)):
+            for job_id, job in submitted.items():
+                spec = job.dst_spec if is_store else job.src_spec
+                assert isinstance(spec, CPULoadStoreSpec)
+                state = self.scheduler._req_status.get(job.req_id)
+                context = manager.context_of(state.req_context) if state else ReqContext(job.req_id)
+                jobs.add(job_id, context, spec, is_store)
+        for req_id in scheduler_output.finished_req_ids or ():
+            self._behind.pop(req_id, None)
+        if self._debug and not len(jobs):
+            try:
+                manager.core.check_invariants()
+            except Exception as error:
+                manager.count_error("check_invariants", error)
+        return KVTierConnectorMetadata(
+            load_jobs=meta.load_jobs,
+            store_jobs=meta.store_jobs,
+            jobs_to_flush=meta.jobs_to_flush,
+            pool=manager.pool_handle,
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._manager.advance()
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, OffloadingWorkerMetadata):
+            failed_jobs = meta.failed_jobs if isinstance(meta, KVTierWorkerMetadata) else frozenset()
+            for job_id, num_ranks in meta.completed_jobs.items():
+                self._report(job_id, num_ranks, failed=job_id in failed_jobs)
+            self._drop_unknown_to_vllm(meta)
+        super().update_connector_output(connector_output)
+
+    def _report(self, job_id: int, num_ranks: int, failed: bool) -> None:
+        manager, jobs = self._manager, self._jobs
+        assert jobs is not None
+        try:
+            record = jobs.report(job_id, num_ranks, failed)
+        except Exception as error:
+            manager.count_error("completion", error)
+            return
+        if record is not None and not record.is_store and not record.failed:
+            manager.counters["loaded_blocks"] += len(record.spec.keys)
+
+    def _drop_unknown_to_vllm(self, meta: OffloadingWorkerMetadata) -> None:
+        """A completion that comes twice would be a KeyError in vLLM's loop."""
+        scheduler = self.scheduler
+        for job_id, num_ranks in list(meta.completed_jobs.items()):
+            status = scheduler._jobs.get(job_id)
+            if status is not None:
+                meta.completed_jobs[job_id] = min(num_ranks, status.pending_count)
+            elif job_id >= scheduler._stale_job_threshold:
+                del meta.completed_jobs[job_id]
+
+    def has_pending_push_work(self) -> bool:
+        # jobs from before a reset are forgotten by vLLM, but their slots are only free when they end
+        return bool(self._jobs) or super().has_pending_push_work()
+
+    def reset_cache(self) -> bool | None:
+        self._manager.advance()
+        self._behind.clear()
+        logger.info("kvtier: cache reset; %d transfers still open", len(self._jobs or ()))
+        return super().reset_cache()
+
+    # -- worker side -----------------------------------------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._attach(kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._attach(self._connector_metadata)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self.connector_worker is not None
+        requests = dict(self.connector_worker._load_jobs)  # vLLM forgets them as it reports them
+        results = super().get_transfer_results(finished_req_ids)
+        self._failed_jobs |= self._worker.take_failed()
+        results.failed_recving |= {requests[job_id] for job_id in self._failed_jobs if job_id in requests}
+        return results
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        meta = super().build_connector_worker_meta()
+        if meta is None:
+            return None
+        failed, self._failed_jobs = self._failed_jobs, set()
+        return KVTierWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed)
+
+    def _attach(self, metadata: KVConnectorMetadata | None) -> None:
+        if isinstance(metadata, KVTierConnectorMetadata):
+            self._worker.attach(metadata.pool)
+
+
+def _name_our_spec(vllm_config: VllmConfig) -> None:
+    """The user names the connector only; vLLM finds the spec by these two keys."""
+    extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra_config["spec_name"] = KVTierOffloadingSpec.__name__
+    extra_config["spec_module_path"] = "kvtier.adapters.vllm"

@@ -1,0 +1,174 @@
+"""vLLM's `OffloadingManager` over kvtier's: other types, the same decisions, and no exception to vLLM's loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.base import ReqContext as VLLMReqContext
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.adapters.vllm.metrics import MetricsReporter
+from kvtier.clock import Clock
+from kvtier.interfaces import CPULoadStoreSpec, ReqContext
+from kvtier.interfaces import OffloadingManager as KVTierManager
+from kvtier.keys import OffloadKey
+from kvtier.tiers.ram import PoolHandle, RamPool
+
+logger = init_logger(__name__)
+
+_NO_SLOT = -1
+"""A slot that no pool has: the worker fails the job, and vLLM recomputes."""
+
+
+class VLLMManager(OffloadingManager):
+    """One kvtier manager as vLLM's scheduler side calls it.
+
+    Completions are not taken here: vLLM would give them by key and always as a success. The connector completes
+    jobs by spec, with what the workers said, right before vLLM's own calls come here and change nothing.
+    """
+
+    def __init__(
+        self, core: KVTierManager, pool: RamPool, has_reuse_filter: bool, clock: Clock = time.monotonic
+    ) -> None:
+        self.core = core
+        self.pool = pool
+        self.counters = {"errors": 0, "loaded_blocks": 0}
+        self._clock = clock
+        self._reporter = MetricsReporter(has_reuse_filter)
+        self._logged_errors: set[str] = set()
+
+    @property
+    def pool_handle(self) -> PoolHandle:
+        """Where workers find the pool."""
+        return self.pool.handle
+
+    # -- time, contexts, errors ------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Tells the manager the time."""
+        self.core.advance(self._clock())
+
+    def context_of(self, req_context: VLLMReqContext) -> ReqContext:
+        """Our context of vLLM's request; made when it is first asked for."""
+        context = req_context.get_state(ReqContext)
+        if context is None:
+            context = ReqContext(req_context.req_id, req_context.kv_transfer_params)
+            req_context.set_state(context)
+        return context
+
+    def count_error(self, where: str, error: Exception) -> None:
+        """An error that must not reach the engine: counted, and logged the first time it comes from `where`."""
+        self.counters["errors"] += 1
+        if where not in self._logged_errors:
+            self._logged_errors.add(where)
+            logger.error("kvtier: %s failed and was treated as a miss: %r", where, error, exc_info=error)
+
+    # -- vLLM's contract -------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: VLLMReqContext) -> RequestOffloadingContext:
+        self.core.on_new_request(self.context_of(req_context))
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: VLLMReqContext) -> None:
+        self.core.on_request_finished(self.context_of(req_context))
+
+    def lookup(self, key: OffloadKey, req_context: VLLMReqContext) -> LookupResult:
+        try:
+            answer = self.core.lookup(key, self.context_of(req_context))
+        except Exception as error:
+            self.count_error("lookup", error)
+            return LookupResult.MISS
+        if answer is None:
+            return LookupResult.HIT_PENDING
+        return LookupResult.HIT if answer else LookupResult.MISS
+
+    def get_load_source(self, key: OffloadKey, req_context: VLLMReqContext) -> CacheHitSource:
+        return CacheHitSource.HOST
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: VLLMReqContext) -> CPULoadStoreSpec:
+        try:
+            spec = self.core.prepare_load(keys, self.context_of(req_context))
+        except Exception as error:
+            self.count_error("prepare_load", error)
+            return CPULoadStoreSpec([_NO_SLOT] * len(keys))
+        assert isinstance(spec, CPULoadStoreSpec)
+        return spec
+
+    def touch(self, keys: Collection[OffloadKey], req_context: VLLMReqContext) -> None:
+        self.core.touch(list(keys), self.context_of(req_context))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: VLLMReqContext) -> None:
+        """Nothing: see the class."""
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: VLLMReqContext, success: bool = True) -> None:
+        """Nothing: see the class."""
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: VLLMReqContext) -> PrepareStoreOutput:
+        """Never None: vLLM would offer everything again on every step."""
+        offered = list(keys)
+        context = self.context_of(req_context)
+        by_depth = _shallowest_first(offered, req_context)
+        try:
+            self.core.count_offers(by_depth, context)
+            output = self.core.prepare_store_prefix(by_depth, context)
+        except Exception as error:
+            self.count_error("prepare_store", error)
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        spec = output.store_spec
+        assert isinstance(spec, CPULoadStoreSpec)
+        if output.keys_to_store:
+            self._reporter.store_sizes.append(len(output.keys_to_store))
+        if by_depth is not offered:
+            spec = _in_order_of(offered, spec)
+        return PrepareStoreOutput(list(spec.keys), spec, output.evicted_keys)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [OffloadingEvent(event.keys, Medium.CPU, event.removed) for event in self.core.take_events()]
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self.core.on_schedule_end()
+
+    def has_pending_work(self) -> bool:
+        return self.core.has_pending_work()
+
+    def reset_cache(self) -> None:
+        self.core.reset_cache()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._reporter.report(self.core.get_stats(), self.counters)
+
+    def shutdown(self) -> None:
+        self.core.shutdown()
+        self.pool.close()
+
+
+def _shallowest_first(keys: list[OffloadKey], req_context: VLLMReqContext) -> list[OffloadKey]:
+    """`keys` by depth, the groups of a hybrid model interleaved, so that a cut leaves all of them a prefix.
+
+    vLLM offers one group after the other; with a single group `keys` itself is in order already.
+    """
+    if len({key[-4:] for key in keys}) < 2:
+        return keys
+    return sorted(keys, key=lambda key: req_context.get_offload_key_position(key) or 0)
+
+
+def _in_order_of(keys: list[OffloadKey], spec: CPULoadStoreSpec) -> CPULoadStoreSpec:
+    """The same slots in the order of `keys`: the worker walks the engine's blocks group by group."""
+    row = {key: i for i, key in enumerate(spec.keys)}
+    kept = [key for key in keys if key in row]
+    rows = [row[key] for key in kept]
+    return CPULoadStoreSpec(
+        [spec.slots[i] for i in rows], [spec.slot_generations[i] for i in rows], kept, spec.begin_by_s
+    )

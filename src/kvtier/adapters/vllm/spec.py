@@ -1,0 +1,87 @@
+"""The offloading spec: what vLLM builds, once for the scheduler and once for each worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier.adapters.vllm.manager import VLLMManager
+from kvtier.adapters.vllm.metrics import metric_definitions
+from kvtier.adapters.vllm.worker import CPUPlatformWorker, PooledWorker
+from kvtier.errors import ConfigurationError
+from kvtier.runtime import build_manager, num_slots_for, parse_config
+from kvtier.tiers.ram import RamPool, check_pool_size
+from kvtier.transfers.layout import SLOT_ALIGNMENT_BYTES
+
+logger = init_logger(__name__)
+
+ONE_PROCESS_KEY = "kvtier.one_process"
+"""Set by the connector: scheduler and worker share a process, so nobody else has to see the pool."""
+
+
+class KVTierOffloadingSpec(OffloadingSpec):
+    """kvtier as an offloading spec. Only `KVTierConnector` can drive it."""
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metric_definitions(has_reuse_filter=parse_config(extra_config).store_threshold > 1)
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.settings = parse_config(config.extra_config)
+        _refuse_unsupported(config)
+        self.offload_prompt_only = self.settings.offload_prompt_only
+        chunk_bytes = config.worker_kv_bytes_per_block * config.parallel.world_size * self.blocks_per_chunk
+        self.slot_bytes = -(-chunk_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        self.num_slots = num_slots_for(self.settings, self.slot_bytes) if chunk_bytes else 0
+        self._manager: VLLMManager | None = None
+        self._worker: PooledWorker | None = None
+
+    def get_manager(self) -> VLLMManager:
+        if self._manager is None:
+            if self.num_slots < 1:
+                raise ConfigurationError("the model has no KV cache to offload")
+            settings = self.settings
+            private = bool(self.extra_config.get(ONE_PROCESS_KEY)) and settings.pool_dir is None
+            pool = RamPool.create(self.num_slots, self.slot_bytes, pool_dir=settings.pool_dir, private=private)
+            core = build_manager(settings, self.num_slots, self.kv_events_config.enable_kv_cache_events)
+            self._manager = VLLMManager(core, pool, has_reuse_filter=settings.store_threshold > 1)
+            logger.info("kvtier: %s; eviction policy %s", pool.describe(), settings.policy)
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            check_pool_size(1, self.settings.pool_dir)  # a bad folder is said before the scheduler is built
+            arguments = (kv_caches, self.blocks_per_chunk, self.config.parallel, self.settings.copy_threads)
+            if current_platform.is_cpu():
+                self._worker = CPUPlatformWorker(*arguments)
+            else:
+                # imports vLLM's device kernels
+                from kvtier.adapters.vllm.accelerator import AcceleratorWorker  # noqa: PLC0415
+
+                self._worker = AcceleratorWorker(*arguments)
+        return self._worker
+
+
+def _refuse_unsupported(config: OffloadingConfig) -> None:
+    parallel = config.parallel
+    for name, size in (
+        ("pipeline parallel", parallel.pp_size),
+        ("prefill context parallel", parallel.pcp_size),
+        ("decode context parallel", parallel.dcp_size),
+    ):
+        if size > 1:
+            raise ConfigurationError(f"{name} size is {size}; kvtier supports 1 (it has not been tested with more)")
+    if config.canonical_layout:
+        raise ConfigurationError("canonical_layout is true; kvtier supports vLLM's direct layout only")
+    if not (current_platform.is_cpu() or current_platform.is_cuda_alike() or current_platform.is_xpu()):
+        raise ConfigurationError(f"platform {current_platform.device_name!r}; kvtier supports CPU, CUDA, ROCm and XPU")
