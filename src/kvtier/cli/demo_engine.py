@@ -47,6 +47,7 @@ class Run:
         self.spec = spec
         self.records: list[dict[str, Any]] = []
         self.phases: list[dict[str, float]] = []
+        self.start_seconds = 0.0
         self._prefills: dict[str, Any] = {}
         self._engine: Any = None
 
@@ -72,7 +73,8 @@ class Run:
         warm_up = [1000 + i for i in range(WARM_UP_TOKENS)]
         for _ in range(2):
             await self._stream("warm-up", warm_up, {"max_tokens": 4, "ignore_eos": True})
-        tell("ready", seconds=time.monotonic() - began)
+        self.start_seconds = time.monotonic() - began
+        tell("ready", seconds=self.start_seconds)
 
     def stop(self) -> None:
         if self._engine is not None:
@@ -158,12 +160,8 @@ async def chat(run: Run) -> None:
         async with seats:
             user, said = users[number], messages[number]
             said.append({"role": "user", "content": user["questions"][turn]})
-            prompt = tokenizer.apply_chat_template(
-                said, tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-            record = await run.ask(
-                f"{user['name']}-{turn + 1}", turn, prompt, max_tokens=run.spec["max_tokens"]
-            )
+            prompt = tokenizer.apply_chat_template(said, tokenize=True, add_generation_prompt=True, return_dict=False)
+            record = await run.ask(f"{user['name']}-{turn + 1}", turn, prompt, max_tokens=run.spec["max_tokens"])
             said.append({"role": "assistant", "content": record["text"]})
             record |= {"user": user["name"], "question": user["questions"][turn]}
 
@@ -171,6 +169,7 @@ async def chat(run: Run) -> None:
     for turn in range(run.spec["phases"]):
         await asyncio.gather(*(turn_of(number, turn) for number in range(len(users))))
         await run.end_phase()
+        tell("phase", phase=turn)
 
 
 async def trace(run: Run) -> None:
@@ -180,9 +179,7 @@ async def trace(run: Run) -> None:
 
     async def one(number: int, request: dict[str, Any]) -> None:
         await asyncio.sleep(max(0.0, began + request["at_s"] - time.monotonic()))
-        await run.ask(
-            f"{number}", request["phase"], request["prompt"], max_tokens=request["output"], ignore_eos=True
-        )
+        await run.ask(f"{number}", request["phase"], request["prompt"], max_tokens=request["output"], ignore_eos=True)
 
     await asyncio.gather(*(one(number, request) for number, request in enumerate(run.spec["requests"])))
     await run.end_phase()
@@ -200,10 +197,12 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
         began = time.monotonic()
         await (chat if spec["mode"] == "chat" else trace)(run)
         seconds = time.monotonic() - began
+        tell("done", seconds=seconds)
     finally:
         run.stop()
     return {
         "seconds": seconds,
+        "start_seconds": run.start_seconds,
         "requests": sorted(run.records, key=lambda record: record["id"]),
         "counters": run.phases,
         "cores": os.environ["VLLM_CPU_OMP_THREADS_BIND"],

