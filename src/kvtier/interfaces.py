@@ -307,10 +307,15 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
-        """One use of each resident key, in the order given (so: the last one ends most recent).
+        """One use of each key, in the order given (so: the last one ends most recent).
 
-        Keys in `first_use` only move: for them this is not a reuse. Keys that are not resident are not made so.
+        For keys in `first_use` this is no reuse: they only move. Keys that are not resident are not made so, but a
+        policy may learn from their return.
         """
+
+    @abstractmethod
+    def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
+        """A request has ended: as `touch`, once for all that it accessed. Keys that left meanwhile are ignored."""
 
     @abstractmethod
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:

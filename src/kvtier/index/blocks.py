@@ -45,7 +45,14 @@ class BlockIndex:
         self._condemned_of: dict[OffloadKey, list[int]] = {}
         self._freed: list[int] = []
         self._num_never_used = num_slots
-        self._visible = {SlotState.READY: self.ready, SlotState.IN_FLIGHT: self.in_flight}
+        # the edges of the state machine, resolved once to the containers that are their two ends
+        visible = {SlotState.READY: self.ready, SlotState.IN_FLIGHT: self.in_flight}
+        self._left_by = {event: visible[source] for event, (source, _) in TRANSITIONS.items() if source in visible}
+        self._entered_by = {event: visible[target] for event, (_, target) in TRANSITIONS.items() if target in visible}
+        self._allocate_to = self._entered_by[SlotEvent.ALLOCATE]
+        self._publish_from = self._left_by[SlotEvent.PUBLISH]
+        self._publish_to = self._entered_by[SlotEvent.PUBLISH]
+        self._drop_from = self._left_by[SlotEvent.DROP]
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -72,7 +79,6 @@ class BlockIndex:
         The caller guarantees `len(keys) <= num_free`. Returns the slots in the order of `keys`; caller owns them.
         Their generation is `num_allocations` after the call.
         """
-        _, target = TRANSITIONS[SlotEvent.ALLOCATE]
         first = self.num_slots - self._num_never_used
         num_fresh = min(len(keys), self._num_never_used)
         slots = list(range(first, first + num_fresh))
@@ -80,18 +86,25 @@ class BlockIndex:
         if num_reused := len(keys) - num_fresh:
             slots += self._freed[: -num_reused - 1 : -1]
             del self._freed[-num_reused:]
-        self._visible[target].update(zip(keys, slots, strict=True))
+        self._allocate_to.update(zip(keys, slots, strict=True))
         self.num_allocations = number = self.num_allocations + 1
         generations = self.generations
         for slot in slots:
             generations[slot] = number
         return slots
 
-    def publish(self, keys: Collection[OffloadKey]) -> None:
-        """IN_FLIGHT -> READY: the bytes are there."""
-        _, target = TRANSITIONS[SlotEvent.PUBLISH]
-        slots = self._take(SlotEvent.PUBLISH, keys)
-        self._visible[target].update(zip(keys, slots, strict=True))
+    def publish(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """IN_FLIGHT -> READY: the bytes are there. Keys that are not in flight are passed over.
+
+        Returns those that became ready; the caller owns the list.
+        """
+        slots = list(map(self._publish_from.pop, keys, repeat(None)))
+        arrived = list(keys)
+        if None in slots:
+            arrived = [key for key, slot in zip(arrived, slots, strict=True) if slot is not None]
+            slots = [slot for slot in slots if slot is not None]
+        self._publish_to.update(zip(arrived, slots, strict=True))  # type: ignore[arg-type]
+        return arrived
 
     def abandon(self, keys: Collection[OffloadKey]) -> None:
         """IN_FLIGHT -> FREE: the write failed and its writer is done."""
@@ -99,7 +112,7 @@ class BlockIndex:
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
         """READY -> FREE, for unpinned keys."""
-        self._freed += self._take(SlotEvent.DROP, keys)
+        self._freed += map(self._drop_from.pop, keys)
 
     def condemn_writes(self, keys: Collection[OffloadKey]) -> None:
         """IN_FLIGHT -> CONDEMNED: invisible from now on, free when the writer is known to be done."""
@@ -158,8 +171,7 @@ class BlockIndex:
     # -- private ---------------------------------------------------------------------------------------------
 
     def _take(self, event: SlotEvent, keys: Collection[OffloadKey]) -> list[int]:
-        source, _ = TRANSITIONS[event]
-        return list(map(self._visible[source].pop, keys))
+        return list(map(self._left_by[event].pop, keys))
 
     def _condemn(self, slot: int, entry: CondemnedSlot) -> None:
         self.condemned[slot] = entry

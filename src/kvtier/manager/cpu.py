@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from itertools import filterfalse, takewhile
 from typing import cast
 
@@ -106,22 +106,21 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         keys = list(keys)
-        slots = list(map(self._ready.get, keys))
-        if None in slots:
-            key = keys[slots.index(None)]
-            raise BlockNotReadyError(f"block {key.hex()} is {self.residency(key).value}; a load needs it ready")
-        self._refuse_duplicates(keys)
+        own = self._refuse_duplicates(keys)
+        try:
+            slots = list(map(self._ready.__getitem__, keys))
+        except KeyError as missing:
+            key = missing.args[0]
+            stands = self.residency(key).value
+            raise BlockNotReadyError(f"block {key.hex()} is {stands}; a load needs it ready") from None
+        index = self._index
         request = self._request(req_context)
-        self._index.pin(keys)
-        request.note_reused(keys)
+        index.pin(keys)
+        request.note_reused(own)
         if self._filter is not None:
             self._filter.note_prepared(req_context)
-        spec = CPULoadStoreSpec(
-            cast("list[int]", slots),
-            list(map(self._index.generations.__getitem__, cast("list[int]", slots))),
-            keys,
-            request.load_begin_by_s(self._now_s, self.deadline_s),
-        )
+        begin_by_s = request.load_begin_by_s(self._now_s, self.deadline_s)
+        spec = CPULoadStoreSpec(slots, list(map(index.generations.__getitem__, slots)), keys, begin_by_s)
         request.loads.append(spec)
         return spec
 
@@ -157,7 +156,7 @@ class CPUOffloadingManager(OffloadingManager):
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         if missing > 0:
-            protected = self._protected(own)
+            protected = self._protected(own, new)
             victims = None
             if request.introduced and request.accessed and not request.crowded:
                 victims = self.policy.evict(missing, [*protected, request.accessed])
@@ -181,7 +180,7 @@ class CPUOffloadingManager(OffloadingManager):
         if request.shed:
             fitting = 0
         elif missing > 0:
-            protected = [*self._protected(own), request.accessed]
+            protected = [*self._protected(own, new), request.accessed]
             victims = self.policy.evict(missing, protected)
             if victims is None:
                 request.shed = True
@@ -202,22 +201,19 @@ class CPUOffloadingManager(OffloadingManager):
         success: bool = True,
         spec: LoadStoreSpec | None = None,
     ) -> None:
-        if spec is None:
-            arrived = list(filter(self._in_flight.__contains__, keys))
-            if self._index.condemned and len(arrived) < len(keys):
-                self._writers_left_by_key(keys)
-        else:
-            arrived = self._stores_of(keys, cast(CPULoadStoreSpec, spec))
-        if not arrived:
-            return
+        arriving = keys if spec is None else self._stores_of(keys, cast(CPULoadStoreSpec, spec))
+        if spec is None and self._index.condemned:
+            self._writers_left_by_key(keys)
         if success:
-            self._index.publish(arrived)
+            arrived = self._index.publish(arriving)
             self._counters["stored_blocks"] += len(arrived)
             self._emit(arrived, removed=False)
-        else:
-            self._index.abandon(arrived)
-            self.policy.remove(arrived)
-            self._counters["failed_store_blocks"] += len(arrived)
+            return
+        failed = list(filter(self._in_flight.__contains__, arriving))
+        if failed:
+            self._index.abandon(failed)
+            self.policy.remove(failed)
+            self._counters["failed_store_blocks"] += len(failed)
 
     def writers_died(self) -> None:
         """Every process that wrote this tier's slots is known to be gone: condemned writes are over."""
@@ -243,13 +239,7 @@ class CPUOffloadingManager(OffloadingManager):
         if request is None:
             return
         if request.accessed:
-            ready, in_flight = self._ready, self._in_flight
-            deepest_first = reversed(request.accessed)
-            if in_flight:
-                resident = [key for key in deepest_first if key in ready or key in in_flight]
-            else:
-                resident = list(filter(ready.__contains__, deepest_first))
-            self.policy.touch(resident, request.inserted)
+            self.policy.settle(reversed(request.accessed), request.inserted)
         request.finish()
 
     # -- waiting and time ------------------------------------------------------------------------------------
@@ -355,8 +345,10 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["filtered_blocks"] += num_offered - len(new)
         return new
 
-    def _protected(self, own: dict[OffloadKey, None]) -> list[dict[OffloadKey, int] | dict[OffloadKey, None]]:
-        return [container for container in (self._index.pins, self._in_flight, own) if container]
+    def _protected(self, own: dict[OffloadKey, None], new: list[OffloadKey]) -> list[Container[OffloadKey]]:
+        """What no store of the keys `own`, of which `new` are to be stored, may evict."""
+        resident = own if len(new) < len(own) else None
+        return [container for container in (self._index.pins, self._in_flight, resident) if container]
 
     def _grant(
         self,
@@ -377,7 +369,7 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             inserted = dict.fromkeys(new)
             # in prefix order, also where stored and new blocks alternate
-            request.note_reused([key for key in own if key in inserted or key in self._ready])
+            request.note_reused({key: None for key in own if key in inserted or key in self._ready})
             request.note_inserted(inserted)
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from kvtier.interfaces import CPULoadStoreSpec
 from kvtier.keys import OffloadKey
@@ -48,21 +48,25 @@ class RequestState:
         self.stuck_key: OffloadKey | None = None
         """The block that deferred the request last."""
 
-    def note_reused(self, keys: Iterable[OffloadKey]) -> None:
-        """The request has used blocks that were there."""
+    def note_reused(self, keys: dict[OffloadKey, None]) -> None:
+        """The request has used blocks that were there. Takes over `keys`."""
+        if not self.accessed:
+            self.accessed = keys
+            return
         if self.accessed is self.inserted:
-            self.inserted = dict(self.inserted)
-        self.accessed.update(dict.fromkeys(keys))
+            self.accessed = dict(self.inserted)
+        self.accessed.update(keys)
 
     def note_inserted(self, keys: dict[OffloadKey, None]) -> None:
         """The request stores these blocks. Takes over `keys`."""
         if not self.accessed:
             # one dictionary for both, since nearly every request that misses stores all that it accesses
             self.accessed = self.inserted = keys
-        elif self.accessed is self.inserted:
-            self.accessed.update(keys)
-        else:
-            self.accessed.update(keys)
+            return
+        self.accessed.update(keys)
+        if not self.inserted:
+            self.inserted = keys
+        elif self.inserted is not self.accessed:
             self.inserted.update(keys)
 
     def load_ended(self, keys: Collection[OffloadKey]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain, filterfalse, islice
+from itertools import chain, filterfalse, islice, repeat
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
@@ -37,33 +37,36 @@ class ARCCachePolicy(CachePolicy):
     def insert(self, keys: Sequence[OffloadKey]) -> None:
         b1, b2 = self.b1, self.b2
         if b1.keys().isdisjoint(keys) and b2.keys().isdisjoint(keys):
-            self.t1.update(dict.fromkeys(keys))
+            consume(map(self.t1.__setitem__, keys, repeat(None)))
             return
-        returning = [key for key in keys if key in b1 or key in b2]
-        for key in returning:
-            self._adapt(key)
-            del (b1 if key in b1 else b2)[key]
-        again = dict.fromkeys(returning)
-        self.t2.update(again)
-        self.t1.update(dict.fromkeys(filterfalse(again.__contains__, keys)))
-
-    def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
-        t1, t2 = self.t1, self.t2
-        keys = list(keys)
-        moving = list(filter(first_use.__contains__, keys))
-        if moving:
-            consume(map(t1.move_to_end, filter(t1.__contains__, moving)))
-            consume(map(t2.move_to_end, filter(t2.__contains__, moving)))
-            if len(moving) == len(keys):
-                return
-        for key in filterfalse(first_use.__contains__, keys):
-            if key in t2:
-                t2.move_to_end(key)
-            elif key in t1:
-                del t1[key]
-                t2[key] = None
+        for key in keys:
+            ghosts = b1 if key in b1 else b2 if key in b2 else None
+            if ghosts is None:
+                self.t1[key] = None
             else:
                 self._adapt(key)
+                del ghosts[key]
+                self.t2[key] = None
+
+    def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
+        keys = list(keys)
+        self.settle(keys, first_use)
+        for key in keys:
+            if key not in self and key not in first_use:
+                self._adapt(key)
+
+    def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
+        t1, t2 = self.t1, self.t2
+        in_t1 = []
+        for key in keys:
+            if key in t1:
+                in_t1.append(key)
+            elif key in t2:
+                t2.move_to_end(key)
+        consume(map(t1.move_to_end, filter(first_use.__contains__, in_t1)))
+        for key in filterfalse(first_use.__contains__, in_t1):
+            del t1[key]
+            t2[key] = None
 
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
         # REPLACE of the paper for a whole batch: T1 gives while it is above its target, then T2; and where one of
@@ -116,6 +119,6 @@ class ARCCachePolicy(CachePolicy):
         victims: list[OffloadKey],
     ) -> None:
         consume(map(residents.__delitem__, victims))
-        ghosts.update(dict.fromkeys(victims))
+        consume(map(ghosts.__setitem__, victims, repeat(None)))
         for _ in range(len(ghosts) - self.cache_capacity):
             ghosts.popitem(last=False)

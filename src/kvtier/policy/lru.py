@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
@@ -21,11 +21,14 @@ class LRUCachePolicy(CachePolicy):
         self._order: OrderedDict[OffloadKey, None] = OrderedDict()
 
     def insert(self, keys: Sequence[OffloadKey]) -> None:
-        self._order.update(dict.fromkeys(keys))
+        consume(map(self._order.__setitem__, keys, repeat(None)))
 
     def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
         order = self._order
         consume(map(order.move_to_end, filter(order.__contains__, keys)))
+
+    def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
+        self.touch(keys)
 
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
         victims = list(islice(evictable(self._order, protected), count))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import filterfalse
 from typing import Any
 
@@ -18,6 +18,5 @@ def evictable(keys: Iterable[OffloadKey], protected: Sequence[Container[OffloadK
     return candidates
 
 
-def consume(iterator: Iterable[Any]) -> None:
-    """Runs an iterator for its effects."""
-    deque(iterator, maxlen=0)
+consume: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
+"""Runs an iterator for its effects, without a Python frame."""
