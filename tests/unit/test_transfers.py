@@ -601,7 +601,29 @@ def test_shutdown_cancels_what_is_queued(started) -> None:
     worker.wait([4])
 
 
-def test_shutdown_waits_for_running_copies(started) -> None:
+def test_a_hook_that_raises_after_the_job_was_cancelled(started) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    worker, _, _ = started(num_threads=1)
+
+    def hook(job: TransferJob) -> None:
+        if job.job_id == 1:
+            inside.set()
+            assert go_on.wait(PATIENCE_S)
+            raise OSError("too late to matter")
+
+    worker.before_copy = hook
+    worker.submit(store(1))
+    assert inside.wait(PATIENCE_S)
+    worker.wait([1], give_up_after_s=0.0)
+    go_on.set()
+    worker.submit(store(2, 2, 2))
+    outcomes = drain(worker, 2)
+    assert outcomes[1].reason == "flushed"
+    assert outcomes[2].success, "the thread lives on"
+
+
+def test_shutdown_waits_for_running_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.transfers.worker.JOIN_S", 0.0)  # that patience is for hooks, not for copies
     row = 4096
     inside, go_on = threading.Event(), threading.Event()
 
