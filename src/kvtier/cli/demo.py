@@ -24,13 +24,15 @@ from kvtier.errors import ConfigurationError
 BLOCK_TOKENS = 32
 """vLLM on CPU takes multiples of 32."""
 CHAT_ENGINE_BLOCKS = 112
-"""The engine's own cache in the chat: 3,584 tokens, about a third of six conversations."""
+"""The engine's own cache in the chat: 3,584 tokens, a bit over a third of six conversations."""
 CHAT_MODEL_LEN = 2560
 CHAT_AT_ONCE = 2
 CHAT_ANSWER_TOKENS = 40
-TRACE_ENGINE_BLOCKS = 300
-TRACE_MODEL_LEN = 8192
-TRACE_SPAN_S = 90.0
+TRACE_ENGINE_BLOCKS = 96
+"""A tenth or so of the blocks of the trace's requests, as an engine's memory is of real traffic's."""
+TRACE_PROMPT_BLOCKS = 80
+"""Longer prompts lose their end: they would not fit into so small an engine."""
+TRACE_SPAN_S = 75.0
 """How long the arrivals of a trace take unless `--speed` says otherwise."""
 ANSWERS_SHOWN = 3
 _DOCUMENTS = ("bakery", "harbour", "telescope", "outage", "garden", "museum")
@@ -45,6 +47,7 @@ class Options:
     trace: Path | None
     requests: int
     speed: float | None
+    window_s: float
     users: int
     turns: int
     ram: str
@@ -85,20 +88,21 @@ def chat_spec(options: Options) -> dict[str, Any]:
 def trace_spec(options: Options, trace: Path) -> tuple[dict[str, Any], list[str]]:
     """What both runs of a trace are asked, and what to say about it."""
     everything = demo_trace.read_trace(trace)
-    chosen = demo_trace.sample_conversations(everything, options.requests)
+    chosen = demo_trace.sample_conversations(everything, options.requests, options.window_s)
     span_s = (chosen[-1].timestamp_ms - chosen[0].timestamp_ms) / 1000
     speed = options.speed or max(span_s / TRACE_SPAN_S, 1e-3)
-    scaled = demo_trace.scale(chosen, block_size=BLOCK_TOKENS, speed=speed, max_model_len=TRACE_MODEL_LEN)
+    longest = TRACE_PROMPT_BLOCKS * BLOCK_TOKENS
+    scaled = demo_trace.scale(chosen, block_size=BLOCK_TOKENS, speed=speed, max_prompt=longest)
     blocks = [-(-len(request.prompt) // BLOCK_TOKENS) for request in scaled]
     different = len({block for request in chosen for block in request.hash_ids})
     notes = [
-        f"{len(scaled)} of {len(everything):,} requests, in whole conversations, {speed:.3g} times as fast as "
-        f"recorded: {span_s / speed:.0f} s of arrivals.",
+        f"{len(scaled)} of the {len(everything):,} requests: conversations of the first {options.window_s:g} s, "
+        f"{speed:.3g} times as fast as recorded, so {span_s / speed:.0f} s of arrivals.",
         f"Each 512-token block of the trace is one of {BLOCK_TOKENS} tokens here: {sum(blocks):,} blocks, "
         f"{different:,} different ones; the engine's cache holds {TRACE_ENGINE_BLOCKS}.",
     ]
     if cut := sum(request.cut for request in scaled):
-        notes.append(f"{cut} prompts are longer than {TRACE_MODEL_LEN:,} tokens here and lose their end.")
+        notes.append(f"{cut} prompts are longer than {longest:,} tokens here and lose their end.")
     thirds = min(3, len(scaled))
     requests = [
         {
@@ -114,7 +118,7 @@ def trace_spec(options: Options, trace: Path) -> tuple[dict[str, Any], list[str]
         "phases": thirds,
         "requests": requests,
         "speed": speed,
-        "engine": _engine(TRACE_ENGINE_BLOCKS, TRACE_MODEL_LEN),
+        "engine": _engine(TRACE_ENGINE_BLOCKS, longest + demo_trace.MAX_OUTPUT_TOKENS),
     }
     return spec, notes
 
@@ -138,6 +142,7 @@ def run(options: Options) -> bool:
     console = Console()
     settings = {"ram": options.ram}
     check_settings(settings)
+    _check_result_file(options.json_file)
     spec, notes = trace_spec(options, options.trace) if options.trace else (chat_spec(options), _chat_notes(options))
     require_vllm("demo")
     spec["model"] = str(_model(options, console))
@@ -161,7 +166,9 @@ def _finish(
     rows = report.compare(runs["without"], runs["with"], names)
     warm = names[1:] if len(names) > 1 else names
     console.print()
-    console.print(report.render_table(rows, "Time to first token and where prompt tokens came from"))
+    console.print(
+        report.render_table(rows, "Time to first token (s), where the prompts' tokens came from, and bytes moved")
+    )
     for line in report.summary(rows, warm):
         console.print(line, highlight=False)
     difference = report.first_difference(runs["without"], runs["with"])
@@ -173,6 +180,12 @@ def _finish(
     _write_json(options, spec, runs, rows)
     console.print(f"The same numbers and more: {options.json_file}", highlight=False)
     return difference is None
+
+
+def _check_result_file(path: Path) -> None:
+    """Minutes of work are not lost to a mistyped folder."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigurationError(f"--json {path}: cannot be written")
 
 
 def _in_order(spec: dict[str, Any], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -197,10 +210,7 @@ def _write_json(
         "counters": {label: run["counters"][-1] for label, run in runs.items()},
         "requests": {label: run["requests"] for label, run in runs.items()},
     }
-    try:
-        options.json_file.write_text(json.dumps(result, indent=1))
-    except OSError as error:
-        raise ConfigurationError(f"--json {options.json_file}: cannot be written: {error.strerror}") from error
+    options.json_file.write_text(json.dumps(result, indent=1))
 
 
 def _vllm_version() -> str:
@@ -232,7 +242,7 @@ def _connector(name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
 def _phase_names(spec: dict[str, Any]) -> list[str]:
     if spec["mode"] == "chat":
         return [f"turn {turn + 1}" for turn in range(spec["phases"])]
-    return ["first third", "second third", "last third"][: spec["phases"]]
+    return ["third 1", "third 2", "third 3"][: spec["phases"]]
 
 
 def _chat_notes(options: Options) -> list[str]:

@@ -20,6 +20,8 @@ from rich.progress import Progress as Bars
 
 from kvtier.errors import ConfigurationError, KVTierError
 
+ENGINE = ("-m", "kvtier.cli.demo_engine")
+"""What this Python runs as the engine's process."""
 _STOP_S = 10.0
 """How long an interrupted engine has to stop before it is killed."""
 _ERROR = re.compile(r"(?:^|\s)(?:[\w.]+\.)?(\w+Error): (.+)$")
@@ -94,7 +96,7 @@ def run_engine(spec: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     folder.mkdir()
     spec_file, out_file, log_file = folder / "spec.json", folder / "out.json", folder / "log.txt"
     spec_file.write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "kvtier.cli.demo_engine", "--spec", str(spec_file), "--out", str(out_file)]
+    command = [sys.executable, *ENGINE, "--spec", str(spec_file), "--out", str(out_file)]
     with log_file.open("w+", errors="replace") as log:
         # a group of its own: an interrupted demo stops the engine and its workers, and none is left behind
         process = subprocess.Popen(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
@@ -17,6 +18,18 @@ STORED = "vllm:kv_offload_store_bytes"
 LOADED = "vllm:kv_offload_load_bytes"
 DEFERRED = "vllm:kvtier_deferred_requests"
 RUNS = ("without", "with")
+_SIDES = {"without": "off", "with": "on"}
+_HEADERS = (
+    "TTFT\np50",
+    "TTFT\np95",
+    "com-\nputed",
+    "in\nengine",
+    "from\nkvtier",
+    "stored\nMiB",
+    "loaded\nMiB",
+    "de-\nferred",
+    "same\noutput",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,29 +153,17 @@ def _count(value: int | None) -> str:
 
 
 def render_table(rows: Sequence[Row], title: str) -> Table:
-    """Two lines for each row, without and with kvtier."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("")
-    table.add_column("kvtier")
-    for header in (
-        "TTFT\np50 s",
-        "TTFT\np95 s",
-        "recom-\nputed",
-        "in\nengine",
-        "from\nkvtier",
-        "stored\nMiB",
-        "loaded\nMiB",
-        "de-\nferred",
-        "same\noutput",
-    ):
-        table.add_column(header, justify="right")
+    """Two lines for each row, without and with kvtier. Fits into 80 columns."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    for header in ("", "kvtier"):
+        table.add_column(header, no_wrap=True)
+    for header in _HEADERS:
+        table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        total = row is rows[-1]
         for run, side in zip(RUNS, (row.without, row.with_kvtier), strict=True):
-            same = f"{row.identical}/{row.without.requests}" if run == "with" else ""
             table.add_row(
                 row.name if run == "without" else "",
-                run,
+                _SIDES[run],
                 _seconds(side.ttft_p50_s),
                 _seconds(side.ttft_p95_s),
                 _count(side.computed_tokens),
@@ -171,8 +172,8 @@ def render_table(rows: Sequence[Row], title: str) -> Table:
                 _bytes(side.stored_bytes),
                 _bytes(side.loaded_bytes),
                 _count(side.deferred_requests),
-                same,
-                style="bold" if total else None,
+                f"{row.identical}/{row.without.requests}" if run == "with" else "",
+                style="bold" if row is rows[-1] else None,
                 end_section=run == "with",
             )
     return table

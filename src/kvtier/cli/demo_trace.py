@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -106,7 +107,7 @@ def _field(fields: dict[str, Any], name: str, where: str) -> Any:
 def _number(fields: dict[str, Any], name: str, where: str, *, least: int, whole: bool = False) -> float:
     value = _field(fields, name, where)
     kind = "an integer" if whole else "a number"
-    if not (_is_int(value) or (isinstance(value, float) and not whole)) or not least <= value < float("inf"):
+    if not (_is_int(value) or (isinstance(value, float) and not whole)) or not least <= value < math.inf:
         raise ConfigurationError(f"{where}: {name} is {_short(value)}, expected {kind} of at least {least}")
     return float(value)
 
@@ -120,12 +121,16 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def sample_conversations(requests: Sequence[TraceRequest], count: int) -> list[TraceRequest]:
-    """About `count` requests: whole conversations, picked over the whole trace, the same ones every time.
+def sample_conversations(
+    requests: Sequence[TraceRequest], count: int, window_s: float = math.inf
+) -> list[TraceRequest]:
+    """Up to `count` requests of the first `window_s` seconds: whole conversations, the same ones every time.
 
     The first requests of a trace are a few seconds of many users' traffic and share almost nothing. Fewer users over
-    the same hours keep what matters to a cache: how much of a prompt comes back, and after how much else.
+    a longer time keep what matters to a cache: how much of a prompt comes back, and after how much else.
     """
+    until_ms = requests[0].timestamp_ms + window_s * 1000
+    requests = [request for request in requests if request.timestamp_ms <= until_ms]
     seen = Counter(block for request in requests for block in set(request.hash_ids))
     common = {block for block, times in seen.items() if times > max(2, _COMMON_SHARE * len(requests))}
     conversations: dict[int, list[int]] = defaultdict(list)
@@ -143,9 +148,7 @@ def sample_conversations(requests: Sequence[TraceRequest], count: int) -> list[T
     return [requests[number] for number in sorted(picked)[:count]]
 
 
-def scale(
-    requests: Sequence[TraceRequest], *, block_size: int, speed: float, max_model_len: int
-) -> list[ScaledRequest]:
+def scale(requests: Sequence[TraceRequest], *, block_size: int, speed: float, max_prompt: int) -> list[ScaledRequest]:
     """What the engine is asked, with arrival times divided by `speed` and lengths by `512 / block_size`."""
     shrink = TRACE_BLOCK_TOKENS // block_size
     start_ms = requests[0].timestamp_ms
@@ -153,10 +156,9 @@ def scale(
     for request in requests:
         output = min(MAX_OUTPUT_TOKENS, max(1, round(request.output_length / shrink)))
         length = -(-request.input_length // shrink)
-        room = max_model_len - output
         prompt = [token for block in request.hash_ids for token in block_tokens(block, block_size)]
         at_s = (request.timestamp_ms - start_ms) / 1000 / speed
-        scaled.append(ScaledRequest(at_s, prompt[: min(length, room)], output, length > room))
+        scaled.append(ScaledRequest(at_s, prompt[: min(length, max_prompt)], output, length > max_prompt))
     return scaled
 
 

@@ -117,10 +117,13 @@ def demo(
     requests: Annotated[int, typer.Option(min=1, help="With --trace: how many requests, in whole conversations.")] = 60,
     speed: Annotated[
         float | None,
-        typer.Option(help="With --trace: how many times faster than recorded. Default: 90 s for all of it."),
+        typer.Option(help="With --trace: how many times faster than recorded. Default: 75 s for all of it."),
     ] = None,
+    window_s: Annotated[
+        float, typer.Option(help="With --trace: take conversations of its first so many seconds.")
+    ] = 600.0,
     users: Annotated[int, typer.Option(min=2, max=6, help="Chat: how many users.")] = 6,
-    turns: Annotated[int, typer.Option(min=2, max=4, help="Chat: questions of each user.")] = 4,
+    turns: Annotated[int, typer.Option(min=2, max=4, help="Chat: questions of each user.")] = 3,
     ram: Annotated[str, typer.Option(help="Host RAM that kvtier may use.")] = "2GiB",
     model: Annotated[
         Path | None,
@@ -137,11 +140,14 @@ def demo(
 
     if speed is not None and speed <= 0:
         raise ConfigurationError(f"--speed {speed:g}: expected a number above 0")
+    if not window_s > 0:
+        raise ConfigurationError(f"--window-s {window_s:g}: expected a number of seconds above 0")
     default_json = "demo-trace-result.json" if trace else "demo-result.json"
     options = demonstration.Options(
         trace=trace,
         requests=requests,
         speed=speed,
+        window_s=window_s,
         users=users,
         turns=turns,
         ram=ram,
@@ -199,8 +205,7 @@ def run(arguments: Sequence[str]) -> int:
         _say(str(error))
         return FAILED
     except (KeyboardInterrupt, typer.Abort):
-        _say("interrupted")
-        return INTERRUPTED
+        result = INTERRUPTED
     except Exception as error:
         # typer carries its own copy of click or uses the installed one: what a usage error is called depends on it
         if not hasattr(error, "format_message"):
@@ -209,6 +214,8 @@ def run(arguments: Sequence[str]) -> int:
         hint = "; vLLM's own options go after `--`" if unknown else ""
         _say(error.format_message().rstrip(".") + hint)
         return BAD_INPUT
+    if result == INTERRUPTED:
+        _say("interrupted")
     return result if isinstance(result, int) else 0
 
 
