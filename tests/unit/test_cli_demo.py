@@ -1,5 +1,6 @@
 """The demo without an engine: what it asks, how it runs and stops its engine, and what it makes of the numbers."""
 
+import io
 import json
 import math
 import os
@@ -137,7 +138,7 @@ def test_rows_of_a_trace_have_bytes_in_total_only():
 
 
 def printed(*parts, width=80):
-    console = Console(width=width, record=True, file=open(os.devnull, "w"))
+    console = Console(width=width, record=True, file=io.StringIO())
     for part in parts:
         console.print(part)
     return console.export_text()
@@ -191,7 +192,7 @@ def fake_engine(monkeypatch, program):
 
 
 def run_fake(tmp_path, console=None):
-    with demo_process.Progress(console or Console(file=open(os.devnull, "w")), ["turn 1"], 2) as progress:
+    with demo_process.Progress(console or Console(file=io.StringIO()), ["turn 1"], 2) as progress:
         progress.begin("with kvtier")
         return demo_process.run_engine({"mode": "chat"}, tmp_path / "run", progress)
 
@@ -227,7 +228,7 @@ def test_the_engines_own_reason_is_the_error(tmp_path, monkeypatch):
         "sys.exit('RuntimeError: Engine core initialization failed. See root cause above.')"
     )
     fake_engine(monkeypatch, program)
-    with pytest.raises(ConfigurationError, match="^ram is 5; allowed: more$"):
+    with pytest.raises(ConfigurationError, match=r"^ram is 5; allowed: more$"):
         run_fake(tmp_path)
     assert not list(tmp_path.glob("*.log"))
 
