@@ -288,7 +288,7 @@ def demo_with(tmp_path, monkeypatch, runs, **changes):
 
     def run_engine(spec, folder, progress):
         asked.append(dict(spec))
-        return runs[len(asked) - 1]
+        return runs[0 if spec["connector"] is None else 1]
 
     monkeypatch.setattr(demo, "require_vllm", lambda extra: None)
     monkeypatch.setattr(demo, "prepare_demo_model", lambda report: tmp_path)
@@ -306,8 +306,8 @@ def named(runs):
 def test_the_whole_demo_with_canned_runs(tmp_path, monkeypatch, capsys):
     same, asked = demo_with(tmp_path, monkeypatch, named(canned_runs()))
     assert same
-    assert [spec["connector"] is None for spec in asked] == [True, False]
-    assert asked[1]["connector"]["kv_connector_extra_config"] == {"ram": "1GiB"}
+    assert [spec["connector"] is None for spec in asked] == [False, True]
+    assert asked[0]["connector"]["kv_connector_extra_config"] == {"ram": "1GiB"}
     assert {**asked[0], "connector": None} == {**asked[1], "connector": None}
     out = capsys.readouterr().out
     assert "turn 2 off" in out
