@@ -86,10 +86,10 @@ class BlockIndex:
         if num_reused := len(keys) - num_fresh:
             slots += self._freed[: -num_reused - 1 : -1]
             del self._freed[-num_reused:]
-        self._allocate_to.update(zip(keys, slots, strict=True))
         self.num_allocations = number = self.num_allocations + 1
-        generations = self.generations
-        for slot in slots:
+        in_flight, generations = self._allocate_to, self.generations
+        for key, slot in zip(keys, slots, strict=True):
+            in_flight[key] = slot
             generations[slot] = number
         return slots
 
@@ -98,12 +98,10 @@ class BlockIndex:
 
         Returns those that became ready; the caller owns the list.
         """
-        slots = list(map(self._publish_from.pop, keys, repeat(None)))
-        arrived = list(keys)
-        if None in slots:
-            arrived = [key for key, slot in zip(arrived, slots, strict=True) if slot is not None]
-            slots = [slot for slot in slots if slot is not None]
-        self._publish_to.update(zip(arrived, slots, strict=True))  # type: ignore[arg-type]
+        arrived = list(filter(self._publish_from.__contains__, keys))
+        ready = self._publish_to
+        for key, slot in zip(arrived, map(self._publish_from.pop, arrived), strict=True):
+            ready[key] = slot
         return arrived
 
     def abandon(self, keys: Collection[OffloadKey]) -> None:
@@ -130,7 +128,7 @@ class BlockIndex:
         """One more load of each of these READY keys."""
         pins = self.pins
         if pins.keys().isdisjoint(keys):
-            pins.update(zip(keys, repeat(1)))
+            pins.update(dict.fromkeys(keys, 1))
         else:
             for key in keys:
                 pins[key] = pins.get(key, 0) + 1

@@ -31,7 +31,7 @@ from kvtier.keys import OffloadKey
 from kvtier.manager.requests import RequestState
 from kvtier.manager.reuse_filter import ReuseFilter
 from kvtier.policy import make_policy
-from kvtier.policy.ordering import consume, evictable
+from kvtier.policy.recency import consume
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -184,7 +184,7 @@ class CPUOffloadingManager(OffloadingManager):
             victims = self.policy.evict(missing, protected)
             if victims is None:
                 request.shed = True
-                spare = sum(1 for _ in evictable(self.policy, protected))
+                spare = self._num_evictable(protected)
                 fitting = self._index.num_free + spare
                 victims = self.policy.evict(spare, protected) or []
             evicted = victims
@@ -349,6 +349,12 @@ class CPUOffloadingManager(OffloadingManager):
         """What no store of the keys `own`, of which `new` are to be stored, may evict."""
         resident = own if len(new) < len(own) else None
         return [container for container in (self._index.pins, self._in_flight, resident) if container]
+
+    def _num_evictable(self, protected: Sequence[Container[OffloadKey]]) -> int:
+        keys: list[OffloadKey] = list(self.policy)
+        for container in protected:
+            keys = list(filterfalse(container.__contains__, keys))
+        return len(keys)
 
     def _grant(
         self,
