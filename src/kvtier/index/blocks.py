@@ -190,7 +190,7 @@ class BlockIndex:
         never_used = range(self.num_slots - self._num_never_used, self.num_slots)
         holders = Counter(self.ready.values())
         holders.update(self.in_flight.values())
-        holders.update(self.condemned)
+        holders.update(list(self.condemned))
         holders.update(self._freed)
         holders.update(never_used)
         if len(holders) != self.num_slots or any(count != 1 for count in holders.values()):
