@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigurationError, TransferError
+from kvtier.transfers.affinity import use_every_core_of_this_process
 from kvtier.transfers.jobs import (
     REASON_DEADLINE,
     REASON_FLUSHED,
@@ -208,6 +209,7 @@ class TransferWorker:
     # On the copy threads.
 
     def _run(self) -> None:
+        use_every_core_of_this_process()
         while True:
             with self._lock:
                 while (item := self._next_item()) is None:
