@@ -1,0 +1,63 @@
+"""Tiny random models, made on the spot: big enough random weights that the answer depends on every cached token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+
+
+def _save(model_class: Any, config: Any, folder: Path) -> Path:
+    import torch
+
+    torch.manual_seed(0)
+    model = model_class(config).to(torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_dense_model(folder: Path) -> Path:
+    """Llama-shaped: full attention in every layer, two KV heads of 32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return _save(LlamaForCausalLM, config, folder)
+
+
+def make_hybrid_model(folder: Path) -> Path:
+    """Gemma-3-shaped: four sliding-window layers (64 tokens) beside two of full attention, so several KV groups."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    sliding, full = "sliding_attention", "full_attention"
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        max_position_embeddings=4096,
+        sliding_window=64,
+        layer_types=[sliding, sliding, full, sliding, sliding, full],
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return _save(Gemma3ForCausalLM, config, folder)
