@@ -61,11 +61,13 @@ def canned_runs():
 
 def test_every_user_has_a_document_and_questions(tmp_path):
     users = demo.chat_users(6, 4)
-    assert len({user["system"] for user in users}) == 6
+    assert len({user["opening"][0]["content"] for user in users}) == 6
     for user in users:
         assert len(user["questions"]) == 4
-        assert 5_000 < len(user["system"]) < 12_000
-        assert "\n? " not in user["system"]
+        assert [message["role"] for message in user["opening"]] == ["user", "assistant"]
+        document = user["opening"][0]["content"]
+        assert 5_000 < len(document) < 12_000
+        assert "\n? " not in document
 
 
 def test_both_runs_of_the_chat_are_asked_the_same_every_time(tmp_path):

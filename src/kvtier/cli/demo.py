@@ -37,7 +37,8 @@ TRACE_SPAN_S = 75.0
 ANSWERS_SHOWN = 3
 _DOCUMENTS = ("bakery", "harbour", "telescope", "outage", "garden", "museum")
 _PEOPLE = ("Ana", "Bela", "Chidi", "Dara", "Emil", "Farah")
-_TASK = "Answer the questions of the user from the following text, in one or two sentences."
+_READ = "Read this text:"
+_HAVE_READ = "I have read the text. What would you like to know?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,10 @@ def chat_users(count: int, turns: int) -> list[dict[str, Any]]:
         users.append(
             {
                 "name": f"{person} ({name})",
-                "system": f"{_TASK}\n\n{document}",
+                "opening": [
+                    {"role": "user", "content": f"{_READ}\n\n{document}"},
+                    {"role": "assistant", "content": _HAVE_READ},
+                ],
                 "questions": questions[:turns],
             }
         )
@@ -177,10 +181,15 @@ def _finish(
         console.print(f"[bold red]{difference}[/bold red]")
     if not options.trace:
         console.print()
+        console.print(f"Some answers ({_model_size(options)}):")
         console.print(report.render_answers(_in_order(spec, runs["with"]["requests"]), ANSWERS_SHOWN))
     _write_json(options, spec, runs, rows)
     console.print(f"The same numbers and more: {options.json_file}", highlight=False)
     return difference is None
+
+
+def _model_size(options: Options) -> str:
+    return options.model.name if options.model else "SmolLM2 with 135 million parameters: real, not clever"
 
 
 def _check_result_file(path: Path) -> None:

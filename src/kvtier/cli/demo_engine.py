@@ -154,7 +154,7 @@ async def chat(run: Run) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run.spec["model"])
     seats = asyncio.Semaphore(run.spec["concurrency"])
     users = run.spec["users"]
-    messages = [[{"role": "system", "content": user["system"]}] for user in users]
+    messages = [list(user["opening"]) for user in users]
 
     async def turn_of(number: int, turn: int) -> None:
         async with seats:
