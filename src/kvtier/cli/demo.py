@@ -97,12 +97,14 @@ def trace_spec(options: Options, trace: Path) -> tuple[dict[str, Any], list[str]
     speed = options.speed or max(span_s / TRACE_SPAN_S, 1e-3)
     longest = TRACE_PROMPT_BLOCKS * BLOCK_TOKENS
     scaled = demo_trace.scale(chosen, block_size=BLOCK_TOKENS, speed=speed, max_prompt=longest)
-    blocks = [-(-len(request.prompt) // BLOCK_TOKENS) for request in scaled]
-    different = len({block for request in chosen for block in request.hash_ids})
+    asked = [
+        request.hash_ids[: -(-len(one.prompt) // BLOCK_TOKENS)] for request, one in zip(chosen, scaled, strict=True)
+    ]
+    different = len({block for ids in asked for block in ids})
     notes = [
         f"{len(scaled)} of the {len(everything):,} requests: conversations of the first {options.window_s:g} s, "
         f"{speed:.3g} times as fast as recorded, so {span_s / speed:.0f} s of arrivals.",
-        f"Each 512-token block of the trace is one of {BLOCK_TOKENS} tokens here: {sum(blocks):,} blocks, "
+        f"Each 512-token block of the trace is one of {BLOCK_TOKENS} tokens here: {sum(map(len, asked)):,} blocks, "
         f"{different:,} different ones; the engine's cache holds {TRACE_ENGINE_BLOCKS}.",
     ]
     if cut := sum(request.cut for request in scaled):

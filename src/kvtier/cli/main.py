@@ -114,7 +114,7 @@ def demo(
         Path | None,
         typer.Option(help="Replay a request trace (Mooncake JSONL) instead of the chat.", show_default=False),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="With --trace: how many requests, in whole conversations.")] = 60,
+    requests: Annotated[int, typer.Option(min=1, help="With --trace: how many requests, in whole conversations.")] = 24,
     speed: Annotated[
         float | None,
         typer.Option(help="With --trace: how many times faster than recorded. Default: 75 s for all of it."),
