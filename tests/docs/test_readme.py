@@ -1,0 +1,38 @@
+"""What the README shows is run, and what it lists is what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvtier.runtime.config import _KEYS, parse_config
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return README.read_text()
+
+
+def test_the_python_example_runs(text: str) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(example, str(README), "exec"), {})
+
+
+def test_every_setting_is_in_the_table_with_its_default(text: str) -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", text, re.MULTILINE))
+    defaults = parse_config({"ram": "1GiB"})
+    for key, (field, _) in _KEYS.items():
+        assert f"`{key}`" in text, key
+        if key in rows and key != "ram":
+            shown, default = rows[key], getattr(defaults, field)
+            expected = {None: {"none", "1"}, True: {"true"}, False: {"false"}}.get(default, {str(default)})
+            assert shown.strip("`") in expected | {f"{default:g}" if isinstance(default, float) else ""}, key
+
+
+def test_every_file_that_is_linked_exists(text: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (README.parent / target).exists(), target
