@@ -102,6 +102,8 @@ class KVTierConnector(OffloadingConnector):
         """As vLLM's, but a request that waits costs O(1) a step, and waits no longer than its deadline."""
         manager = self._manager
         manager.advance()
+        if request.request_id in manager.given_up:
+            return 0, False
         state = self.scheduler._req_status[request.request_id]
         context = manager.context_of(state.req_context)
         if manager.core.still_waiting(context) or self._waits_for_load(request, context):

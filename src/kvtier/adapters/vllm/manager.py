@@ -45,6 +45,8 @@ class VLLMManager(OffloadingManager):
         self.core = core
         self.pool = pool
         self.counters = {"errors": 0, "loaded_blocks": 0}
+        self.given_up: set[str] = set()
+        """Requests whose load could not be prepared: asking again would find the same and fail again."""
         self._clock = clock
         self._reporter = MetricsReporter(has_reuse_filter)
         self._logged_errors: set[str] = set()
@@ -82,6 +84,7 @@ class VLLMManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: VLLMReqContext) -> None:
+        self.given_up.discard(req_context.req_id)
         self.core.on_request_finished(self.context_of(req_context))
 
     def lookup(self, key: OffloadKey, req_context: VLLMReqContext) -> LookupResult:
@@ -102,6 +105,7 @@ class VLLMManager(OffloadingManager):
             spec = self.core.prepare_load(keys, self.context_of(req_context))
         except Exception as error:
             self.count_error("prepare_load", error)
+            self.given_up.add(req_context.req_id)
             return CPULoadStoreSpec([_NO_SLOT] * len(keys))
         assert isinstance(spec, CPULoadStoreSpec)
         return spec
