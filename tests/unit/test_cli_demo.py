@@ -4,6 +4,9 @@ import io
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -277,6 +280,14 @@ def test_an_interrupted_run_leaves_no_process_behind(tmp_path, monkeypatch):
     assert not alive(child)
 
 
+def test_an_engine_whose_demo_was_killed_ends_itself(tmp_path):
+    program = "from kvtier.cli.demo_engine import end_with_parent; import time; end_with_parent(); time.sleep(60)"
+    engine = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True)
+    assert engine.poll() is None
+    engine.stdin.close()
+    assert engine.wait(timeout=20) == -signal.SIGKILL
+
+
 def alive(process):
     try:
         with open(f"/proc/{process}/stat") as stat:
@@ -293,6 +304,7 @@ def demo_with(tmp_path, monkeypatch, runs, **changes):
         return runs[0 if spec["connector"] is None else 1]
 
     monkeypatch.setattr(demo, "require_vllm", lambda extra: None)
+    monkeypatch.setattr(demo.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(demo, "prepare_demo_model", lambda report: tmp_path)
     monkeypatch.setattr(demo, "run_engine", run_engine)
     return demo.run(options(tmp_path, users=2, turns=2, **changes)), asked

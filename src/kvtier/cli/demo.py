@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import signal
+import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -158,6 +160,8 @@ def run(options: Options) -> bool:
         console.print(f"  {note}", highlight=False)
     asked = len(spec["requests"]) if options.trace else options.users * options.turns
     runs: dict[str, dict[str, Any]] = {}
+    # as an interrupt: the engine stops and the folder goes
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as scratch, Progress(console, names, asked) as progress:
         # with kvtier first: what it refuses is refused before minutes are spent on the other run
         for label in reversed(report.RUNS):

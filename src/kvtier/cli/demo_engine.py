@@ -13,7 +13,9 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,17 @@ async def trace(run: Run) -> None:
     await run.end_phase()
 
 
+def end_with_parent() -> None:
+    """Kills this process and the engine's when stdin ends: whoever asked is gone, however that came about."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os.killpg(0, signal.SIGKILL)
+
+    if os.getpgid(0) == os.getpid():  # a group of its own, as `kvtier demo` makes it
+        threading.Thread(target=watch, name="kvtier-demo-parent", daemon=True).start()
+
+
 def tell(event: str, **what: Any) -> None:
     """One line for the process that shows the progress."""
     print(json.dumps({"event": event, **what}), flush=True)
@@ -215,6 +228,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     set_environment()
+    end_with_parent()
     result = asyncio.run(_run(json.loads(arguments.spec.read_text())))
     arguments.out.write_text(json.dumps(result))
     return 0

@@ -98,9 +98,16 @@ def run_engine(spec: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     spec_file.write_text(json.dumps(spec))
     command = [sys.executable, *ENGINE, "--spec", str(spec_file), "--out", str(out_file)]
     with log_file.open("w+", errors="replace") as log:
-        # a group of its own: an interrupted demo stops the engine and its workers, and none is left behind
+        # a group of its own: an interrupted demo stops the engine and its workers, and none is left behind; its
+        # stdin ends with this process, also if that is killed
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace", start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
         try:
             assert process.stdout is not None
