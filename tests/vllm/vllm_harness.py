@@ -42,6 +42,7 @@ def engine_environment(multiprocess: bool = False, ranks: int = 1) -> dict[str, 
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # faults are put into worker processes as functions
         "HF_HUB_OFFLINE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process that has computed may hang
         "OMP_NUM_THREADS": "1",
     }
 
@@ -162,7 +163,14 @@ class Ask:
 class Engine:
     """vLLM with kvtier in this process. The clock stands still unless a test moves it."""
 
-    def __init__(self, model: Path, *, num_blocks: int = 40, settings: dict[str, Any] | None = None, **changes: Any):
+    def __init__(
+        self,
+        model: Path,
+        *,
+        num_blocks: int = 40,
+        settings: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> None:
         prepare_process()
         ranks = changes.get("tensor_parallel_size", 1)
         os.environ.update(engine_environment(ranks=ranks))
@@ -170,8 +178,10 @@ class Engine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self.settings = {"ram": "64MiB", "copy_threads": 4, "debug": True, **(settings or {})}
-        config = KVTransferConfig(**connector_arguments(dict(self.settings)))
+        settings = {"copy_threads": 4, "debug": True, **(settings or {})}
+        if "cpu_bytes_to_use" not in settings:
+            settings.setdefault("ram", "64MiB")
+        config = KVTransferConfig(**connector_arguments(settings))
         arguments = EngineArgs(**engine_arguments(model, num_blocks, kv_transfer_config=config, **changes))
         self.llm = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
         self.scheduler = self.llm.engine_core.engine_core.scheduler
@@ -179,12 +189,13 @@ class Engine:
         self.manager = self.connector._manager
         self.core = self.manager.core
         self.clock = Clock()
-        self.manager._clock = self.clock
+        if ranks == 1:  # other processes have the real time only
+            self.manager._clock = self.clock
         self._counted_before: Counter[str] = Counter()
         self.num_steps = 0
         self._asks: dict[str, Ask] = {}
         self._num_asks = 0
-        self._holds: list[tuple[str, Held | Failing]] = []
+        self._rules: list[tuple[str, Held | Failing]] = []
         if ranks == 1:
             self.transfers.before_copy = self._before_copy
             self.transfers._clock = self.clock
@@ -312,14 +323,14 @@ class Engine:
     @contextlib.contextmanager
     def _rule(self, kind: str, rule: Held | Failing) -> Iterator[None]:
         assert kind in ("load", "store")
-        self._holds.append((kind, rule))
+        self._rules.append((kind, rule))
         try:
             yield
         finally:
-            self._holds.remove((kind, rule))
+            self._rules.remove((kind, rule))
 
     def _before_copy(self, job: TransferJob) -> None:
-        for kind, rule in list(self._holds):
+        for kind, rule in list(self._rules):
             if (kind == "store") == job.is_store:
                 rule.hold(job) if isinstance(rule, Held) else rule.strike()
 

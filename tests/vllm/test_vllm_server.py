@@ -1,0 +1,199 @@
+"""vLLM's own server in processes of its own: what /metrics shows, and what is left when it is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_harness import BLOCK, PATIENCE_S, Prompts, connector_arguments, engine_environment
+
+POLL_S = 0.2
+
+
+class Server:
+    """vLLM's OpenAI server on a port of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self._port = port
+        self._log = log
+
+    def request(self, path: str, body: dict[str, Any] | None = None, post: bool = False) -> str:
+        data = json.dumps(body).encode() if body is not None else b"" if post else None
+        request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", data)
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            return response.read().decode()
+
+    def complete(self, model: Path, prompt: list[int]) -> dict[str, Any]:
+        body = {"model": str(model), "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        return json.loads(self.request("/v1/completions", {**body, "return_token_ids": True}))
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its name, the labels' values summed up."""
+        samples: dict[str, float] = {}
+        for line in self.request("/metrics").splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.replace("{", " ").rpartition(" ")
+                name = name.split(" ")[0]
+                samples[name] = samples.get(name, 0.0) + float(value)
+        return samples
+
+    def wait_until(self, done: Callable[[], object], what: str, patience_s: float = 2 * PATIENCE_S) -> None:
+        give_up_at_s = time.monotonic() + patience_s
+        while not done():
+            assert time.monotonic() < give_up_at_s, f"still not: {what}\n{self._log.read_text()[-3000:]}"
+            time.sleep(POLL_S)  # between two questions over HTTP or to /proc
+
+    def is_healthy(self) -> bool:
+        assert self.process.poll() is None, self._log.read_text()[-6000:]
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            self.request("/health")
+            return True
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def die_with_parent() -> None:
+    """Tests that are killed leave no server behind."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def serving(model: Path, folder: Path, settings: dict[str, Any], *arguments: str, ranks: int = 1) -> Iterator[Server]:
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--block-size", str(BLOCK)]
+    command += ["--enforce-eager", "--max-num-seqs", "8", "--kv-transfer-config"]
+    command += [json.dumps(connector_arguments(settings)), *arguments]
+    environment = {**os.environ, **engine_environment(multiprocess=True, ranks=ranks), "VLLM_SERVER_DEV_MODE": "1"}
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True, preexec_fn=die_with_parent
+        )
+    server = Server(process, port, log)
+    try:
+        server.wait_until(server.is_healthy, "the server is healthy")
+        yield server
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its session holds nothing else
+        process.wait()
+
+
+@pytest.mark.timeout(900)
+def test_metrics_of_a_served_engine(smollm2, plain, tmp_path):
+    prompts = [Prompts(seed)(9 * BLOCK + 12) for seed in (11, 12, 13)]
+    expected = plain(smollm2).answers(prompts)
+    num_blocks = 9 * len(prompts)
+    block_bytes = 30 * 2 * 3 * 64 * 4 * BLOCK  # layers, K and V, heads, head size, float32
+    num_slots = 64
+    settings = {"ram": num_slots * block_bytes + 1000}
+    arguments = ["--num-gpu-blocks-override", "40", "--max-model-len", "640", "--max-num-batched-tokens", "640"]
+    with serving(smollm2, tmp_path, settings, *arguments) as server:
+        before = server.metrics()
+        assert before["vllm:kvtier_loaded_blocks_total"] == 0
+        assert before["vllm:kv_offload_load_bytes_total"] == 0
+
+        for prompt, answer in zip(prompts, expected, strict=True):
+            assert server.complete(smollm2, prompt)["choices"][0]["token_ids"] == answer
+        server.wait_until(
+            lambda: server.metrics()["vllm:kvtier_stored_blocks_total"] == num_blocks, "all prompts are stored"
+        )
+        server.request("/reset_prefix_cache", post=True)
+        for prompt, answer in zip(prompts, expected, strict=True):
+            assert server.complete(smollm2, prompt)["choices"][0]["token_ids"] == answer
+        server.wait_until(
+            lambda: server.metrics()["vllm:kvtier_loaded_blocks_total"] == num_blocks, "all prompts are loaded"
+        )
+
+        metrics = server.metrics()
+        assert metrics["vllm:kv_offload_load_bytes_total"] == num_blocks * block_bytes
+        assert metrics["vllm:kv_offload_store_bytes_total"] == num_blocks * block_bytes
+        assert metrics["vllm:kv_offload_load_time_total"] > 0
+        assert metrics["vllm:kv_offload_load_size_count"] == len(prompts)
+        assert metrics["vllm:kvtier_capacity_blocks"] == num_slots
+        assert metrics["vllm:kvtier_ready_blocks"] == num_blocks
+        for name in ("in_flight_blocks", "pinned_blocks", "condemned_blocks", "evicted_blocks_total", "errors_total"):
+            assert metrics[f"vllm:kvtier_{name}"] == 0
+        assert metrics["vllm:external_prefix_cache_hits_total"] == num_blocks * BLOCK
+
+
+def pool_files(pid: int) -> set[tuple[str, str]]:
+    """(device, inode) of every RAM pool that the process has mapped."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {tuple(line.split()[3:5]) for line in lines if "kvtier-pool" in line}
+    return set()
+
+
+def all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def mapped_shared_memory() -> set[str]:
+    """Names in /dev/shm that a living process uses."""
+    names = set()
+    for pid in all_pids():
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "/dev/shm/" in line:
+                    names.add(line.rpartition("/dev/shm/")[2].split(" ")[0])
+    return names
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_engine_leaves_nothing_behind(dense, tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    arguments = ["--num-gpu-blocks-override", "40", "--max-model-len", "640", "--skip-tokenizer-init"]
+    settings = {"ram": "256MiB"}
+    with serving(dense, tmp_path, settings, *arguments, "--tensor-parallel-size", "2", ranks=2) as server:
+        server.complete(dense, Prompts(14)(9 * BLOCK))
+        session = [pid for pid in all_pids() if in_session(pid, server.process.pid)]
+        users = {pid: pool_files(pid) for pid in session if pool_files(pid)}
+        pools = set().union(*users.values())
+        assert len(users) == 3, "the engine core and two workers have the pool mapped"
+        assert len(pools) == 1
+        assert not [name for name in os.listdir("/dev/shm") if "kvtier" in name]
+
+        engine_core = [pid for pid in users if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(engine_core) == 1
+        os.kill(engine_core[0], signal.SIGKILL)
+        server.wait_until(lambda: server.process.poll() is not None, "the server has noticed")
+        server.wait_until(
+            lambda: not any(pools & pool_files(pid) for pid in all_pids()), "no process holds the pool's memory"
+        )
+        left = set(os.listdir("/dev/shm")) - before
+        assert not [name for name in left if "kvtier" in name]
+        server.wait_until(
+            lambda: not set(os.listdir("/dev/shm")) - before - mapped_shared_memory(), "nothing is left in /dev/shm"
+        )
+
+
+def in_session(pid: int, session: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.getsid(pid) == session
+    return False
