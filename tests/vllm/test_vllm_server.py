@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -72,12 +71,6 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def die_with_parent() -> None:
-    """Tests that are killed leave no server behind."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
 @contextlib.contextmanager
 def serving(model: Path, folder: Path, settings: dict[str, Any], *arguments: str, ranks: int = 1) -> Iterator[Server]:
     port = free_port()
@@ -88,9 +81,7 @@ def serving(model: Path, folder: Path, settings: dict[str, Any], *arguments: str
     environment = {**os.environ, **engine_environment(multiprocess=True, ranks=ranks), "VLLM_SERVER_DEV_MODE": "1"}
     log = folder / "server.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True, preexec_fn=die_with_parent
-        )
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     server = Server(process, port, log)
     try:
         server.wait_until(server.is_healthy, "the server is healthy")
