@@ -95,23 +95,25 @@ class CPULoadStoreSpec(LoadStoreSpec):
         self.slot_generations = generations
         self.keys = keys
         self.begin_by_s = begin_by_s
-        self.ended: set[OffloadKey] = set()
-        self._block_ids: SlotArray | None = None
-        self._generations: SlotArray | None = None
+        self.ended: Collection[OffloadKey] = ()
 
     @property
     def block_ids(self) -> SlotArray:
         """Shape (len(keys),). The caller does not change it."""
-        if self._block_ids is None:
-            self._block_ids = np.array(self.slots, dtype=np.int64)
-        return self._block_ids
+        try:
+            return self._block_ids
+        except AttributeError:
+            self._block_ids: SlotArray = np.array(self.slots, dtype=np.int64)
+            return self._block_ids
 
     @property
     def generations(self) -> SlotArray:
         """Shape (len(keys),). The caller does not change it."""
-        if self._generations is None:
-            self._generations = np.array(self.slot_generations, dtype=np.int64)
-        return self._generations
+        try:
+            return self._generations
+        except AttributeError:
+            self._generations: SlotArray = np.array(self.slot_generations, dtype=np.int64)
+            return self._generations
 
     @staticmethod
     def medium() -> str:

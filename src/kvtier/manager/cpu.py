@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Collection, Container, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from itertools import filterfalse, takewhile
 from typing import cast
 
-from kvtier.errors import (
-    BlockNotPinnedError,
-    BlockNotReadyError,
-    ConfigurationError,
-    DuplicateKeyError,
-    InvariantError,
-)
+from kvtier.errors import BlockNotReadyError, ConfigurationError, InvariantError
 from kvtier.events import OffloadingEvent
 from kvtier.index import BlockIndex
 from kvtier.interfaces import (
@@ -28,10 +22,14 @@ from kvtier.interfaces import (
     Residency,
 )
 from kvtier.keys import OffloadKey
+from kvtier.manager import completions
+from kvtier.manager.ages import StoreAges
 from kvtier.manager.requests import RequestState
 from kvtier.manager.reuse_filter import ReuseFilter
+from kvtier.manager.room import evict_for_all, evict_for_prefix, protected_from
 from kvtier.policy import make_policy
-from kvtier.policy.recency import consume
+
+_READY, _ARRIVING, _ABSENT = Residency.READY, Residency.ARRIVING, Residency.ABSENT  # members are slow to look up
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -72,8 +70,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._in_flight = self._index.in_flight
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._now_s = -math.inf
-        self._store_times: deque[list[float]] = deque()
-        """[time, number of the last allocation until then], oldest first: tells the age of what is in flight."""
+        self._ages = StoreAges(store_timeout_s)
         self._counters: Counter[str] = Counter()
 
     # -- look-up ---------------------------------------------------------------------------------------------
@@ -92,21 +89,25 @@ class CPUOffloadingManager(OffloadingManager):
         if self._filter is not None:
             self._filter.count_lookups(keys[: num_ready + 1], req_context)
         if num_ready == len(keys):
-            return PrefixLookup(num_ready, Residency.READY)
+            return PrefixLookup(num_ready, _READY)
+        if not self._in_flight:
+            return PrefixLookup(num_ready, _ABSENT)
         key = keys[num_ready]
         waits = key in self._in_flight and self._defer_on(key, req_context)
-        return PrefixLookup(num_ready, Residency.ARRIVING if waits else Residency.ABSENT)
+        return PrefixLookup(num_ready, _ARRIVING if waits else _ABSENT)
 
     def residency(self, key: OffloadKey) -> Residency:
         if key in self._ready:
-            return Residency.READY
-        return Residency.ARRIVING if key in self._in_flight else Residency.ABSENT
+            return _READY
+        return _ARRIVING if key in self._in_flight else _ABSENT
 
     # -- loads -----------------------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         keys = list(keys)
-        own = self._refuse_duplicates(keys)
+        own = dict.fromkeys(keys)
+        if len(own) < len(keys):
+            raise completions.named_twice(keys)
         try:
             slots = list(map(self._ready.__getitem__, keys))
         except KeyError as missing:
@@ -114,14 +115,14 @@ class CPUOffloadingManager(OffloadingManager):
             stands = self.residency(key).value
             raise BlockNotReadyError(f"block {key.hex()} is {stands}; a load needs it ready") from None
         index = self._index
-        request = self._request(req_context)
-        index.pin(keys)
+        request: RequestState = req_context._states.get(self) or self._request(req_context)
+        index.pin(own)
         request.note_reused(own)
         if self._filter is not None:
             self._filter.note_prepared(req_context)
-        begin_by_s = request.load_begin_by_s(self._now_s, self.deadline_s)
+        begin_by_s = request.load_begin_by_s(self._now_s, self.deadline_s) if self._now_s > -math.inf else None
         spec = CPULoadStoreSpec(slots, list(map(index.generations.__getitem__, slots)), keys, begin_by_s)
-        request.loads.append(spec)
+        request.load_begun(spec)
         return spec
 
     def complete_load(
@@ -132,15 +133,19 @@ class CPUOffloadingManager(OffloadingManager):
         spec: LoadStoreSpec | None = None,
     ) -> None:
         index = self._index
-        request = self._request(req_context)
+        request: RequestState = req_context._states.get(self) or self._request(req_context)
         if spec is not None:
-            keys = self._end_load(keys, cast(CPULoadStoreSpec, spec), request)
+            keys, num_late = completions.end_load_by_spec(index, keys, cast(CPULoadStoreSpec, spec), request)
+            self._counters["late_completions"] += num_late
         elif index.condemned:
-            keys = self._end_loads_by_key(keys, request)
+            keys = list(keys)
+            if len(set(keys)) < len(keys):
+                raise completions.named_twice(keys)
+            keys = completions.end_load_by_key(index, keys, request)
         else:
             missing = index.unpin(keys)
             if missing is not None:
-                raise BlockNotPinnedError(f"block {missing.hex()} is not pinned by any load")
+                raise completions.not_pinned(missing)
             request.load_ended(keys)
         if not success:
             self._counters["failed_load_blocks"] += len(keys)
@@ -150,19 +155,15 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         keys = list(keys)
-        own = self._refuse_duplicates(keys)
-        request = self._request(req_context)
+        own = dict.fromkeys(keys)
+        if len(own) < len(keys):
+            raise completions.named_twice(keys)
+        request: RequestState = req_context._states.get(self) or self._request(req_context)
         new = self._storable(keys)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         if missing > 0:
-            protected = self._protected(own, new)
-            victims = None
-            if request.introduced and request.accessed and not request.crowded:
-                victims = self.policy.evict(missing, [*protected, request.accessed])
-                request.crowded = victims is None
-            if victims is None:
-                victims = self.policy.evict(missing, protected)
+            victims = evict_for_all(self.policy, missing, protected_from(self._index, own, new), request)
             if victims is None:
                 self._counters["refused_blocks"] += len(new)
                 return None
@@ -171,8 +172,10 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_store_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         keys = list(keys)
-        own = self._refuse_duplicates(keys)
-        request = self._request(req_context)
+        own = dict.fromkeys(keys)
+        if len(own) < len(keys):
+            raise completions.named_twice(keys)
+        request: RequestState = req_context._states.get(self) or self._request(req_context)
         new = self._storable(keys)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
@@ -180,14 +183,8 @@ class CPUOffloadingManager(OffloadingManager):
         if request.shed:
             fitting = 0
         elif missing > 0:
-            protected = [*self._protected(own, new), request.accessed]
-            victims = self.policy.evict(missing, protected)
-            if victims is None:
-                request.shed = True
-                spare = self._num_evictable(protected)
-                fitting = self._index.num_free + spare
-                victims = self.policy.evict(spare, protected) or []
-            evicted = victims
+            evicted = evict_for_prefix(self.policy, missing, protected_from(self._index, own, new), request)
+            fitting -= missing - len(evicted)
         if fitting < len(new):
             self._counters["shed_blocks"] += len(new) - fitting
             own = dict.fromkeys(keys[: keys.index(new[fitting])])
@@ -201,15 +198,19 @@ class CPUOffloadingManager(OffloadingManager):
         success: bool = True,
         spec: LoadStoreSpec | None = None,
     ) -> None:
-        arriving = keys if spec is None else self._stores_of(keys, cast(CPULoadStoreSpec, spec))
-        if spec is None and self._index.condemned:
-            self._writers_left_by_key(keys)
+        arriving = keys
+        if spec is not None:
+            arriving, num_late = completions.writes_of(self._index, keys, cast(CPULoadStoreSpec, spec))
+            self._counters["late_completions"] += num_late
+        elif self._index.condemned:
+            completions.writers_left_by_key(self._index, keys)
         if success:
             arrived = self._index.publish(arriving)
             self._counters["stored_blocks"] += len(arrived)
-            self._emit(arrived, removed=False)
+            if self._events is not None:
+                self._emit(arrived, removed=False)
             return
-        failed = list(filter(self._in_flight.__contains__, arriving))
+        failed = list(dict.fromkeys(filter(self._in_flight.__contains__, arriving)))
         if failed:
             self._index.abandon(failed)
             self.policy.remove(failed)
@@ -240,7 +241,11 @@ class CPUOffloadingManager(OffloadingManager):
             return
         if request.accessed:
             self.policy.settle(reversed(request.accessed), request.inserted)
-        request.finish()
+        if request.loads:
+            # only its open loads are still of interest
+            req_context._states[self] = RequestState(request.loads)
+        else:
+            del req_context._states[self]
 
     # -- waiting and time ------------------------------------------------------------------------------------
 
@@ -256,13 +261,13 @@ class CPUOffloadingManager(OffloadingManager):
     def advance(self, now_s: float) -> None:
         if now_s <= self._now_s:
             return
-        if self._now_s == -math.inf and self._store_times:
-            self._store_times[0][0] = now_s  # nobody told the time before: what is in flight begins to age
+        if self._now_s == -math.inf:
+            self._ages.time_begins(now_s)
         self._now_s = now_s
         if not self._in_flight:
-            self._store_times.clear()
-        elif now_s - self._store_times[0][0] >= self.store_timeout_s:
-            self._reap()
+            self._ages.forget()
+        elif last_overdue := self._ages.last_overdue(now_s):
+            self._reap(last_overdue)
 
     # -- whole cache -----------------------------------------------------------------------------------------
 
@@ -308,18 +313,12 @@ class CPUOffloadingManager(OffloadingManager):
             request = req_context._states[self] = RequestState()
         return request
 
-    def _refuse_duplicates(self, keys: list[OffloadKey]) -> dict[OffloadKey, None]:
-        unique = dict.fromkeys(keys)
-        if len(unique) < len(keys):
-            twice = next(key for key, count in Counter(keys).items() if count > 1)
-            raise DuplicateKeyError(f"block {twice.hex()} is named more than once in one call")
-        return unique
-
     def _defer_on(self, key: OffloadKey, req_context: ReqContext) -> bool:
         request = self._request(req_context)
         if not self._may_wait(request):
             return False
-        request.stuck_key = key
+        if request.stuck_key not in self._in_flight:
+            request.stuck_key = key
         if self._filter is not None:
             self._filter.note_deferred(req_context)
         return True
@@ -345,17 +344,6 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["filtered_blocks"] += num_offered - len(new)
         return new
 
-    def _protected(self, own: dict[OffloadKey, None], new: list[OffloadKey]) -> list[Container[OffloadKey]]:
-        """What no store of the keys `own`, of which `new` are to be stored, may evict."""
-        resident = own if len(new) < len(own) else None
-        return [container for container in (self._index.pins, self._in_flight, resident) if container]
-
-    def _num_evictable(self, protected: Sequence[Container[OffloadKey]]) -> int:
-        keys: list[OffloadKey] = list(self.policy)
-        for container in protected:
-            keys = list(filterfalse(container.__contains__, keys))
-        return len(keys)
-
     def _grant(
         self,
         own: dict[OffloadKey, None],
@@ -366,110 +354,29 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput:
         if self._filter is not None:
             self._filter.note_prepared(req_context)
+        index = self._index
         if evicted:
-            self._index.drop(evicted)
+            index.drop(evicted)
             self._counters["evicted_blocks"] += len(evicted)
-            self._emit(evicted, removed=True)
+            if self._events is not None:
+                self._emit(evicted, removed=True)
         if len(new) == len(own):
             request.note_inserted(own)
         else:
             inserted = dict.fromkeys(new)
+            if self._filter is not None:
+                own = {key: None for key in own if key in inserted or index.state_of(key) is not None}
             # in prefix order, also where stored and new blocks alternate
-            request.note_reused({key: None for key in own if key in inserted or key in self._ready})
+            request.note_reused(own)
             request.note_inserted(inserted)
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted)
-        slots = self._index.allocate(new)
+        slots, generation = index.allocate(new)
         self.policy.insert(new)
-        if not request.introduced and len(request.accessed) > 2 * self._index.num_slots + 1024:
-            self._forget_absent(request)
-        number = self._index.num_allocations
-        if self._store_times and self._store_times[-1][0] == self._now_s:
-            self._store_times[-1][1] = number
-        else:
-            self._store_times.append([self._now_s, number])
-        spec = CPULoadStoreSpec(slots, [number] * len(slots), new)
-        return PrepareStoreOutput(new.copy(), spec, evicted)
-
-    def _forget_absent(self, request: RequestState) -> None:
-        """A context that nobody finishes must not grow without bound."""
-        resident = {key: None for key in request.accessed if self._index.state_of(key) is not None}
-        request.inserted = {key: None for key in resident if key in request.inserted}
-        request.accessed = resident
-
-    def _end_load(
-        self, keys: Collection[OffloadKey], spec: CPULoadStoreSpec, request: RequestState
-    ) -> list[OffloadKey]:
-        """Ends the load by `spec` of these keys; returns those that are visible. What does not match is counted."""
-        named = dict.fromkeys(keys)
-        ending = [key for key in spec.keys if key in named and key not in spec.ended]
-        self._counters["late_completions"] += len(named) - len(ending)
-        spec.ended.update(ending)
-        if len(spec.ended) == len(spec.keys) and spec in request.loads:
-            request.loads.remove(spec)
-        if self._index.condemned:
-            # a pinned slot is not handed out again, so a load that has not ended still has its slot
-            slot_of = dict(zip(spec.keys, spec.slots, strict=True))
-            condemned = [key for key in ending if slot_of[key] in self._index.condemned]
-            ending = [key for key in ending if slot_of[key] not in self._index.condemned]
-            for key in condemned:
-                self._index.reader_left(slot_of[key])
-        self._index.unpin(ending)
-        return ending
-
-    def _end_loads_by_key(self, keys: Collection[OffloadKey], request: RequestState) -> list[OffloadKey]:
-        """As `_end_load`, by key while slots are condemned: the request's own oldest load of a key comes first."""
-        keys = list(keys)
-        self._refuse_duplicates(keys)
-        visible: list[OffloadKey] = []
-        condemned: list[int] = []
-        for key in keys:
-            slot = self._pinned_slot(key, request)
-            if slot is None:
-                raise BlockNotPinnedError(f"block {key.hex()} is not pinned by any load")
-            if slot in self._index.condemned:
-                condemned.append(slot)
-            else:
-                visible.append(key)
-        consume(map(self._index.reader_left, condemned))
-        self._index.unpin(visible)
-        request.load_ended(keys)
-        return visible
-
-    def _pinned_slot(self, key: OffloadKey, request: RequestState) -> int | None:
-        """Which slot a completion by key means."""
-        for spec in request.loads:
-            if key in spec.keys and key not in spec.ended:
-                return spec.slots[list(spec.keys).index(key)]
-        if key in self._index.pins:
-            return self._ready[key]
-        condemned = self._index.condemned
-        return next((slot for slot in self._index.condemned_slots(key) if condemned[slot].readers), None)
-
-    def _stores_of(self, keys: Collection[OffloadKey], spec: CPULoadStoreSpec) -> list[OffloadKey]:
-        """The keys whose current write is the one of `spec`. Lets writers of condemned slots go; counts the rest."""
-        index, named = self._index, set(keys)
-        arrived = []
-        for key, slot, generation in zip(spec.keys, spec.slots, spec.slot_generations, strict=True):
-            if key not in named:
-                continue
-            same = index.generations[slot] == generation
-            if same and self._in_flight.get(key) == slot:
-                arrived.append(key)
-            elif same and slot in index.condemned and index.condemned[slot].has_writer:
-                index.writer_left(slot)
-            else:
-                self._counters["late_completions"] += 1
-        return arrived
-
-    def _writers_left_by_key(self, keys: Collection[OffloadKey]) -> None:
-        for key in keys:
-            if key in self._in_flight:
-                continue
-            condemned = self._index.condemned
-            writing = [slot for slot in self._index.condemned_slots(key) if condemned[slot].has_writer]
-            if writing:
-                self._index.writer_left(writing[0])
+        if not request.introduced and len(request.accessed) > 2 * index.num_slots + 1024:
+            request.keep_only(lambda key: index.state_of(key) is not None)
+        self._ages.note(self._now_s, generation)
+        return PrepareStoreOutput(new.copy(), CPULoadStoreSpec(slots, [generation] * len(slots), new), evicted)
 
     def _withdraw(self, keys: list[OffloadKey]) -> None:
         """Ready keys whose bytes are not to be trusted become absent."""
@@ -479,13 +386,9 @@ class CPUOffloadingManager(OffloadingManager):
         self.policy.remove(keys)
         self._emit(keys, removed=True)
 
-    def _reap(self) -> None:
-        """Condemns the stores that were already in flight at a time `store_timeout_s` ago."""
-        last_overdue = 0.0
-        while self._store_times and self._now_s - self._store_times[0][0] >= self.store_timeout_s:
-            last_overdue = self._store_times.popleft()[1]
-        generations = self._index.generations
-        overdue = [key for key, slot in self._in_flight.items() if generations[slot] <= last_overdue]
+    def _reap(self, last_overdue: float) -> None:
+        """Condemns the stores in flight of this generation and older."""
+        overdue = [key for key, write in self._in_flight.items() if write.generation <= last_overdue]
         if overdue:
             self._index.condemn_writes(overdue)
             self.policy.remove(overdue)

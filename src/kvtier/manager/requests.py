@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from kvtier.interfaces import CPULoadStoreSpec
 from kvtier.keys import OffloadKey
@@ -12,41 +12,39 @@ MIN_LOAD_BEGIN_S = 1.0
 """A load may always wait this long to begin, however short the deadline: the engine's own step comes first."""
 
 
+NO_KEYS: dict[OffloadKey, None] = {}
+NO_LOADS: list[CPULoadStoreSpec] = []
+"""Nobody adds to these two: what a request has none of is replaced by its own."""
+
+
 class RequestState:
-    """One request in one manager. Dies with the request's context."""
+    """One request in one manager. Dies with the request's context.
 
-    __slots__ = (
-        "accessed",
-        "crowded",
-        "deadline_at_s",
-        "deferred",
-        "expired",
-        "inserted",
-        "introduced",
-        "loads",
-        "shed",
-        "stuck_key",
-    )
+    What most requests never change has its default in the class: a request is made for every request of the engine.
+    """
 
-    def __init__(self) -> None:
-        self.introduced = False
-        """The manager will be told of its end, so its blocks can be spared until then."""
-        self.crowded = False
-        """Room can only be made from its own blocks: sparing them need not be tried again."""
-        self.shed = False
-        """A store was cut short: what lies behind the cut is not worth storing."""
-        self.accessed: dict[OffloadKey, None] = {}
-        """Keys in the order of their first access: what the end of the request tells the policy."""
-        self.inserted: dict[OffloadKey, None] = {}
-        """Those of `accessed` that this request itself inserted: no reuse."""
-        self.loads: list[CPULoadStoreSpec] = []
-        """Loads prepared and not yet completed, oldest first."""
-        self.deadline_at_s = math.inf
-        """Once the request has been told to wait: until when."""
-        self.deferred = False
-        self.expired = False
-        self.stuck_key: OffloadKey | None = None
-        """The block that deferred the request last."""
+    introduced = False
+    """The manager will be told of its end, so its blocks can be spared until then."""
+    crowded = False
+    """Room can only be made from its own blocks: sparing them need not be tried again."""
+    shed = False
+    """A store was cut short: what lies behind the cut is not worth storing."""
+    accessed = NO_KEYS
+    """Keys in the order of their first access: what the end of the request tells the policy."""
+    inserted = NO_KEYS
+    """Those of `accessed` that this request itself inserted: no reuse."""
+    loads = NO_LOADS
+    """Loads prepared and not yet completed, oldest first."""
+    deadline_at_s = math.inf
+    """Once the request has been told to wait: until when."""
+    deferred = False
+    expired = False
+    stuck_key: OffloadKey | None = None
+    """The block that deferred the request last."""
+
+    def __init__(self, loads: list[CPULoadStoreSpec] = NO_LOADS) -> None:
+        if loads:
+            self.loads = loads
 
     def note_reused(self, keys: dict[OffloadKey, None]) -> None:
         """The request has used blocks that were there. Takes over `keys`."""
@@ -69,15 +67,31 @@ class RequestState:
         elif self.inserted is not self.accessed:
             self.inserted.update(keys)
 
+    def keep_only(self, is_wanted: Callable[[OffloadKey], bool]) -> None:
+        """Forgets the other accesses: a context that nobody finishes must not grow without bound."""
+        self.accessed = dict.fromkeys(filter(is_wanted, self.accessed))
+        self.inserted = dict.fromkeys(filter(self.accessed.__contains__, self.inserted))
+
+    def load_begun(self, spec: CPULoadStoreSpec) -> None:
+        """A load was prepared."""
+        if self.loads:
+            self.loads.append(spec)
+        else:
+            self.loads = [spec]
+
     def load_ended(self, keys: Collection[OffloadKey]) -> None:
         """A load of these keys was completed by key."""
-        if self.loads and self.loads[-1].keys == keys:
+        if not self.loads:
+            return
+        last = self.loads[-1]
+        if last.keys == keys and not last.ended:
+            last.ended = last.keys
             self.loads.pop()
             return
         named = set(keys)
         for spec in self.loads:
-            ending = named.intersection(spec.keys) - spec.ended
-            spec.ended |= ending
+            ending = named.intersection(spec.keys).difference(spec.ended)
+            spec.ended = ending.union(spec.ended)
             named -= ending
         self.loads = [spec for spec in self.loads if len(spec.ended) < len(spec.keys)]
 
@@ -100,11 +114,3 @@ class RequestState:
         if now_s == -math.inf:
             return None
         return max(min(self.deadline_at_s, now_s + deadline_s), now_s + MIN_LOAD_BEGIN_S)
-
-    def finish(self) -> None:
-        """The request ends: only its open loads are still of interest."""
-        self.introduced = self.deferred = self.crowded = self.shed = self.expired = False
-        self.accessed = {}
-        self.inserted = {}
-        self.deadline_at_s = math.inf
-        self.stuck_key = None

@@ -68,6 +68,8 @@ class ReuseFilter:
     def admitted(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Those of `keys` that were seen often enough, in order."""
         counts, threshold = self._counts, self.store_threshold
+        if threshold < 2:
+            return list(keys)
         return [key for key in keys if counts.get(key, 0) >= threshold]
 
     def note_deferred(self, req_context: ReqContext) -> None:
@@ -128,14 +130,22 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return spec
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        output = self._backing.prepare_store(self._filter.admitted(keys), req_context)
+        output = self._backing.prepare_store(self._passed_on(keys), req_context)
         if output is not None:
             self._filter.note_prepared(req_context)
         return output
 
     def prepare_store_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         self._filter.note_prepared(req_context)
-        return self._backing.prepare_store_prefix(self._filter.admitted(keys), req_context)
+        return self._backing.prepare_store_prefix(self._passed_on(keys), req_context)
+
+    def _passed_on(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """What is admitted, and what is stored: it is an access, and the call must not evict it."""
+        if len(set(keys)) < len(keys):
+            return list(keys)  # for the backing manager to refuse
+        admitted = set(self._filter.admitted(keys))
+        residency = self._backing.residency
+        return [key for key in keys if key in admitted or residency(key) is not Residency.ABSENT]
 
     def count_offers(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._filter.count_offers(keys, req_context)

@@ -13,14 +13,14 @@ from itertools import chain, filterfalse
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
-from kvtier.policy.recency import RecencyQueue
+from kvtier.policy.recency import RecencyQueue, append, consume, discard, least_recent
 
 
 class ARCCachePolicy(CachePolicy):
     """T1: used once. T2: used again. B1, B2: keys (only) that left T1, T2. All least recent first.
 
     `target_t1_size` (0..cache_capacity) grows when a key in B1 returns and shrinks when one in B2 does.
-    About 130 bytes a resident key and as much a ghost, of which there are at most twice the capacity.
+    About 200 bytes a resident key and as much a ghost, of which there are at most twice the capacity.
     """
 
     name = "arc"
@@ -34,56 +34,71 @@ class ARCCachePolicy(CachePolicy):
         self.b2 = RecencyQueue()
 
     def insert(self, keys: Sequence[OffloadKey]) -> None:
-        if self.b1.isdisjoint(keys) and self.b2.isdisjoint(keys):
-            self.t1.append(keys)
+        t1, t2, b1, b2 = self.t1, self.t2, self.b1, self.b2
+        if b1.keys().isdisjoint(keys) and b2.keys().isdisjoint(keys):
+            append(t1, keys)
             return
-        returning = [key for key in keys if key in self.b1 or key in self.b2]
-        for key in returning:
-            self._learn_from_ghost(key)
-            (self.b1 if key in self.b1 else self.b2).discard((key,))
-        self.t2.append(returning)
-        self.t1.append(filterfalse(set(returning).__contains__, keys))
+        for key in keys:
+            if key in b1 or key in b2:
+                self._learn_from_ghost(key)
+                del (b1 if key in b1 else b2)[key]
+                t2[key] = None
+            else:
+                t1[key] = None
 
     def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
         keys = list(keys)
         self.settle(keys, first_use)
         for key in keys:
-            if key not in self and key not in first_use:
-                self._learn_from_ghost(key)
+            for ghosts in (self.b1, self.b2):
+                if key in ghosts and key not in first_use:
+                    self._learn_from_ghost(key)
+                    ghosts.move_to_end(key)
 
     def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
         keys = list(keys)
-        moving = list(filter(first_use.__contains__, keys))
-        self.t2.refresh(self.t1.refresh(moving))
-        if len(moving) == len(keys):
+        own = list(filter(first_use.__contains__, keys))
+        try:
+            consume(map(self.t1.move_to_end, own))
+        except KeyError:  # some have left, or are in T2, where they and the others are in one order
+            self._settle_each(keys, first_use)
             return
-        used = list(filterfalse(first_use.__contains__, keys)) if moving else keys
-        gone = self.t2.discard(self.t1.discard(used))
-        self.t2.append(filterfalse(set(gone).__contains__, used) if gone else used)
+        if len(own) < len(keys):
+            self._settle_each(filterfalse(first_use.__contains__, keys) if own else keys, ())
+
+    def _settle_each(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
+        t1, t2 = self.t1, self.t2
+        for key in keys:
+            if key in t2:
+                t2.move_to_end(key)
+            elif key in t1:
+                if key in first_use:
+                    t1.move_to_end(key)
+                else:
+                    del t1[key]
+                    t2[key] = None
 
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
         # REPLACE of the paper for a whole batch: T1 gives while it is above its target, then T2; and where one of
         # them has no evictable key left, the other gives the rest.
-        above_target = len(self.t1) - int(self.target_t1_size)
-        from_t1 = self.t1.take(min(count, max(0, above_target)), protected)
-        from_t2 = self.t2.take(count - len(from_t1), protected)
-        missing = count - len(from_t1) - len(from_t2)
-        if missing:
-            self.t1.put_back(from_t1)
-            from_t1 = self.t1.take(len(from_t1) + missing, protected)
+        t1, t2 = self.t1, self.t2
+        from_t1 = least_recent(t1, min(count, len(t1) - int(self.target_t1_size)), protected)
+        from_t2 = least_recent(t2, count - len(from_t1), protected)
+        if len(from_t1) + len(from_t2) < count:
+            from_t1 = least_recent(t1, count - len(from_t2), protected)
             if len(from_t1) + len(from_t2) < count:
-                self.t1.put_back(from_t1)
-                self.t2.put_back(from_t2)
                 return None
-        for ghosts, victims in ((self.b1, from_t1), (self.b2, from_t2)):
-            ghosts.append(victims)
-            ghosts.take(len(ghosts) - self.cache_capacity)
+        for queue, ghosts, victims in ((t1, self.b1, from_t1), (t2, self.b2, from_t2)):
+            if victims:
+                consume(map(queue.pop, victims))
+                append(ghosts, victims)
+                consume(map(ghosts.pop, least_recent(ghosts, len(ghosts) - self.cache_capacity)))
         return from_t1 + from_t2
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         keys = list(keys)
-        self.t1.discard(keys)
-        self.t2.discard(keys)
+        discard(self.t1, keys)
+        discard(self.t2, keys)
 
     def clear(self) -> None:
         for queue in (self.t1, self.t2, self.b1, self.b2):
@@ -100,12 +115,8 @@ class ARCCachePolicy(CachePolicy):
         return chain(self.t1, self.t2)
 
     def _learn_from_ghost(self, key: OffloadKey) -> None:
-        b1, b2 = self.b1, self.b2
-        if key in b1:
-            step = max(1.0, len(b2) / len(b1))
-            self.target_t1_size = min(self.target_t1_size + step, float(self.cache_capacity))
-            b1.refresh((key,))
-        elif key in b2:
-            step = max(1.0, len(b1) / len(b2))
-            self.target_t1_size = max(self.target_t1_size - step, 0.0)
-            b2.refresh((key,))
+        num_b1, num_b2 = len(self.b1), len(self.b2)
+        if key in self.b1:
+            self.target_t1_size = min(self.target_t1_size + max(1.0, num_b2 / num_b1), float(self.cache_capacity))
+        else:
+            self.target_t1_size = max(self.target_t1_size - max(1.0, num_b1 / num_b2), 0.0)

@@ -6,11 +6,11 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
-from kvtier.policy.recency import RecencyQueue
+from kvtier.policy.recency import RecencyQueue, append, consume, discard, least_recent
 
 
 class LRUCachePolicy(CachePolicy):
-    """One queue from least to most recently used. About 130 bytes a resident key."""
+    """One queue from least to most recently used. About 200 bytes a resident key."""
 
     name = "lru"
 
@@ -19,23 +19,28 @@ class LRUCachePolicy(CachePolicy):
         self._queue = RecencyQueue()
 
     def insert(self, keys: Sequence[OffloadKey]) -> None:
-        self._queue.append(keys)
+        append(self._queue, keys)
 
     def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
-        self._queue.refresh(list(keys))
+        queue = self._queue
+        keys = list(keys)
+        try:
+            consume(map(queue.move_to_end, keys))
+        except KeyError:  # some have left: once more, without them
+            consume(map(queue.move_to_end, filter(queue.__contains__, keys)))
 
     def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
-        self._queue.refresh(list(keys))
+        self.touch(keys)
 
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
-        victims = self._queue.take(count, protected)
+        victims = least_recent(self._queue, count, protected)
         if len(victims) < count:
-            self._queue.put_back(victims)
             return None
+        consume(map(self._queue.pop, victims))
         return victims
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
-        self._queue.discard(list(keys))
+        discard(self._queue, keys)
 
     def clear(self) -> None:
         self._queue.clear()
