@@ -1,1 +1,15 @@
-"""TODO"""
+"""For those who write managers, policies and tiers of their own: a reference model to compare with."""
+
+from kvtier.testing.model import ReferenceManager
+from kvtier.testing.model_policies import ReferenceARC, ReferenceLRU
+from kvtier.testing.observe import eviction_order, make_keys, snapshot, store_ready
+
+__all__ = [
+    "ReferenceARC",
+    "ReferenceLRU",
+    "ReferenceManager",
+    "eviction_order",
+    "make_keys",
+    "snapshot",
+    "store_ready",
+]

@@ -1,0 +1,20 @@
+"""Hypothesis settings of the state machines: `HYPOTHESIS_PROFILE=explore` looks further, with new examples."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
+settings.register_profile(
+    "ci",
+    max_examples=200,
+    stateful_step_count=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=_SLOW_IS_FINE,
+)
+settings.register_profile(
+    "explore", max_examples=2000, stateful_step_count=100, deadline=None, suppress_health_check=_SLOW_IS_FINE
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
