@@ -288,6 +288,13 @@ def test_an_engine_whose_demo_was_killed_ends_itself(tmp_path):
     assert engine.wait(timeout=20) == -signal.SIGKILL
 
 
+def test_an_engine_that_is_done_ends_by_itself():
+    program = "from kvtier.cli.demo_engine import end_with_parent; end_with_parent()"
+    engine = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True)
+    assert engine.wait(timeout=20) == 0
+    engine.stdin.close()
+
+
 def alive(process):
     try:
         with open(f"/proc/{process}/stat") as stat:

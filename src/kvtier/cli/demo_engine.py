@@ -191,7 +191,9 @@ def end_with_parent() -> None:
     """Kills this process and the engine's when stdin ends: whoever asked is gone, however that came about."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # not through sys.stdin: a thread inside its lock is fatal when the interpreter ends
+        while os.read(0, 1024):
+            pass
         os.killpg(0, signal.SIGKILL)
 
     if os.getpgid(0) == os.getpid():  # a group of its own, as `kvtier demo` makes it
