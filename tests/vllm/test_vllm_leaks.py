@@ -16,7 +16,7 @@ NUM_BLOCKS = 130
 new_prompt = Prompts(seed=2)
 
 
-@pytest.fixture(params=["smollm2", "hybrid"])
+@pytest.fixture(scope="module", params=["smollm2", "hybrid"])
 def model(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 

@@ -39,7 +39,7 @@ def failing_on(engine: Engine, rank: int, kind: str) -> Iterator[None]:
     engine.llm.collective_rpc(fail_copies, args=(rank, None))
 
 
-@pytest.fixture(params=["dense", "hybrid"])
+@pytest.fixture(scope="module", params=["dense", "hybrid"])
 def model(request):
     return request.getfixturevalue(request.param)
 

@@ -14,12 +14,12 @@ DENSE_BLOCK_BYTES = 3 * 2 * 2 * 32 * 4 * BLOCK  # layers, K and V, heads, head s
 HYBRID_BLOCK_BYTES = 2 * 2 * 2 * 32 * 4 * BLOCK  # a group has two layers
 
 
-@pytest.fixture(params=["dense", "hybrid"])
+@pytest.fixture(scope="module", params=["dense", "hybrid"])
 def model(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=[1, 4], ids=lambda size: f"chunks of {size}")
+@pytest.fixture(scope="module", params=[1, 4], ids=lambda size: f"chunks of {size}")
 def blocks_per_chunk(request: pytest.FixtureRequest) -> int:
     return request.param
 

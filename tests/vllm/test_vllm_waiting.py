@@ -15,7 +15,7 @@ DEADLINE_S = 5.0
 new_prompt = Prompts(seed=1)
 
 
-@pytest.fixture(params=["smollm2", "hybrid"])
+@pytest.fixture(scope="module", params=["smollm2", "hybrid"])
 def model(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 

@@ -13,6 +13,8 @@ def _save(model_class: Any, config: Any, folder: Path) -> Path:
 
     torch.manual_seed(0)
     model = model_class(config).to(torch.float32)
+    # else the last token's own embedding outweighs all that attention says, and every answer repeats that token
+    model.get_input_embeddings().weight.data.mul_(0.03)
     model.save_pretrained(folder)
     return folder
 
