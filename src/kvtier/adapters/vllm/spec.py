@@ -17,8 +17,9 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metrics import metric_definitions
 from kvtier.adapters.vllm.worker import CPUPlatformWorker, PooledWorker
-from kvtier.errors import ConfigurationError
+from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.runtime import build_manager, num_slots_for, parse_config
+from kvtier.tiers.memory_limits import check_pool_dir
 from kvtier.tiers.ram import RamPool, check_pool_size
 from kvtier.transfers.layout import SLOT_ALIGNMENT_BYTES
 
@@ -51,12 +52,22 @@ class KVTierOffloadingSpec(OffloadingSpec):
             if self.num_slots < 1:
                 raise ConfigurationError("the model has no KV cache to offload")
             settings = self.settings
-            private = bool(self.extra_config.get(ONE_PROCESS_KEY)) and settings.pool_dir is None
-            pool = RamPool.create(self.num_slots, self.slot_bytes, pool_dir=settings.pool_dir, private=private)
+            pool = self._create_pool()
             core = build_manager(settings, self.num_slots, self.kv_events_config.enable_kv_cache_events)
             self._manager = VLLMManager(core, pool, has_reuse_filter=settings.store_threshold > 1)
             logger.info("kvtier: %s; eviction policy %s", pool.describe(), settings.policy)
         return self._manager
+
+    def _create_pool(self) -> RamPool:
+        pool_dir = self.settings.pool_dir
+        private = bool(self.extra_config.get(ONE_PROCESS_KEY)) and pool_dir is None
+        if pool_dir is not None:
+            check_pool_dir(pool_dir)
+        try:
+            return RamPool.create(self.num_slots, self.slot_bytes, pool_dir=pool_dir, private=private)
+        except KVTierError as error:
+            key = next(key for key in ("ram", "cpu_bytes_to_use") if key in self.extra_config)
+            raise ConfigurationError(f"{key} is {self.extra_config[key]!r}: {error}") from error
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
