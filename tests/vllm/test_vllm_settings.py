@@ -145,7 +145,8 @@ BAD_SETTINGS = {
     "a size of nothing": ({"ram": 0}, ["ram", "0"]),
     "a negative size": ({"ram": -5}, ["ram", "-5"]),
     "two sizes": ({"ram": "1GiB", "cpu_bytes_to_use": 1}, ["ram", "cpu_bytes_to_use"]),
-    "more than the machine has": ({"ram": "900TB"}, ["900000000000000"]),
+    "more than the machine has": ({"ram": "900TB"}, ["ram is '900TB'", "leaves"]),
+    "more than the machine has, vLLM's key": ({"cpu_bytes_to_use": 9 * 10**14}, [f"cpu_bytes_to_use is {9 * 10**14}"]),
     "too little for one block": ({"ram": 1000}, ["ram", "1000", str(BLOCK_BYTES)]),
     "too little for one chunk": ({"ram": 3 * BLOCK_BYTES, "blocks_per_chunk": 4}, ["ram", str(4 * BLOCK_BYTES)]),
     "an unknown policy": ({"ram": "1MiB", "policy": "magic"}, ["policy", "magic", "arc", "lru"]),
@@ -156,7 +157,7 @@ BAD_SETTINGS = {
     "a chunk that is not whole blocks": ({"ram": "1MiB", "block_size": BLOCK + 1}, ["block_size", str(BLOCK + 1)]),
     "a folder that is not there": ({"ram": "1MiB", "pool_dir": "/nowhere/at/all"}, ["pool_dir", "/nowhere/at/all"]),
     "a folder that is a file": ({"ram": "1MiB", "pool_dir": __file__}, ["pool_dir", __file__]),
-    "a folder that cannot be written": ({"ram": "1MiB", "pool_dir": "/proc"}, ["pool_dir", "/proc"]),
+    "a folder without room": ({"ram": "1MiB", "pool_dir": "/proc"}, ["ram is '1MiB'", "/proc", "leaves 0"]),
 }
 
 
@@ -189,6 +190,19 @@ def test_bad_settings_are_refused_in_one_line(dense, settings, words):
     message = str(refusal.value)
     assert "\n" not in message
     assert [word for word in words if word not in message] == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(dense, tmp_path, monkeypatch):
+    folder = tmp_path / "sealed"
+    folder.mkdir(mode=0o555)
+    if os.geteuid() == 0:  # who may write anywhere
+        may = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder and may(path, mode))
+    with pytest.raises(ConfigurationError) as refusal:
+        build_connector(dense, {"ram": "1MiB", "pool_dir": str(folder)})
+    assert "\n" not in str(refusal.value)
+    assert f"pool_dir '{folder}'" in str(refusal.value)
+    assert list(folder.iterdir()) == []
 
 
 def test_pipeline_parallel_is_refused_in_one_line(dense):
