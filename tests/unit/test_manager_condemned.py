@@ -294,12 +294,13 @@ def test_everything_is_absent_at_once(new):
 
 
 def test_idle_manager_allocates_as_if_new(new):
-    manager = new()
-    store_ready(manager, K[:4], A)
-    manager.complete_load(K[:2], A, True, manager.prepare_load(K[:2], A))
-    store_ready(manager, K[4:7], ReqContext("b"))
-    manager.reset_cache()
-    assert slots(manager.prepare_store(K[:4], ReqContext("c"))) == [0, 1, 2, 3]
+    for keys in (K[:4], K[:7], K[:2], [K[2], K[0], K[1]]):
+        manager = new()
+        for key in keys:
+            store_ready(manager, [key], A)
+        manager.complete_load(keys[-1:], A, True, manager.prepare_load(keys[-1:], A))
+        manager.reset_cache()
+        assert slots(manager.prepare_store(K[8:12], ReqContext("c"))) == [0, 1, 2, 3]
 
 
 def test_reset_of_an_empty_manager(new):
