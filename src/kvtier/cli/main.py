@@ -16,6 +16,8 @@ import typer
 
 from kvtier import __version__
 from kvtier.errors import ConfigurationError, KVTierError
+from kvtier.policy import POLICIES
+from kvtier.runtime import DEFAULT_POLICY
 
 BAD_INPUT = 2
 FAILED = 1
@@ -61,7 +63,10 @@ def serve(
         str, typer.Option(help="Host RAM for evicted blocks, all ranks together, for example 8GiB.")
     ] = "4GiB",
     policy: Annotated[
-        str | None, typer.Option(help="Eviction policy. Default: the best there is.", show_default=False)
+        str | None,
+        typer.Option(
+            help=f"Eviction policy: {', '.join(sorted(POLICIES))}. Default: {DEFAULT_POLICY}.", show_default=False
+        ),
     ] = None,
     deadline_s: Annotated[
         float | None,
@@ -70,7 +75,9 @@ def serve(
     store_threshold: Annotated[
         int | None, typer.Option(help="Store a block once this many requests had it. Default: 0, at once.")
     ] = None,
-    pool_dir: Annotated[Path | None, typer.Option(help="Folder of the RAM pool, a tmpfs. Default: /dev/shm.")] = None,
+    pool_dir: Annotated[
+        Path | None, typer.Option(help="Folder of a tmpfs to take the RAM from. Default: memory without a folder.")
+    ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any other key of kvtier's configuration. Repeatable."),
