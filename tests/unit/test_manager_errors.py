@@ -70,7 +70,7 @@ def test_loading_what_is_not_ready(manager, bad):
 @pytest.mark.usefixtures("unchanged")
 def test_loading_a_key_twice(manager):
     with pytest.raises(DuplicateKeyError, match=K[1].hex()):
-        manager.prepare_load([K[1], K[0], K[1]], ReqContext("b"))
+        manager.prepare_load([K[1], K[1], K[0]], ReqContext("b"))
 
 
 @pytest.mark.usefixtures("unchanged")
@@ -84,9 +84,9 @@ def test_unpinning_what_is_not_pinned(manager, bad, success):
 @pytest.mark.usefixtures("unchanged")
 def test_storing_a_key_twice(manager):
     with pytest.raises(DuplicateKeyError, match=K[5].hex()):
-        manager.prepare_store([K[4], K[5], K[5]], ReqContext("b"))
+        manager.prepare_store([K[4], K[5], K[5], K[6]], ReqContext("b"))
     with pytest.raises(DuplicateKeyError, match=K[5].hex()):
-        manager.prepare_store_prefix([K[5], K[4], K[5]], ReqContext("b"))
+        manager.prepare_store_prefix([K[5], K[4], K[5], K[6]], ReqContext("b"))
 
 
 @pytest.mark.usefixtures("unchanged")

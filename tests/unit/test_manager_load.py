@@ -34,6 +34,17 @@ def test_slots_follow_the_order_given(new):
     assert spec.medium() == "CPU"
 
 
+@pytest.mark.parametrize("by_spec", [False, True])
+def test_slots_are_right_after_a_store_that_completed_in_parts(new, by_spec):
+    manager = new()
+    granted = manager.prepare_store(K[:4], ReqContext("a"))
+    spec = granted.store_spec if by_spec else None
+    manager.complete_store([K[2]], ReqContext("a"), True, spec)
+    manager.complete_store([K[0]], ReqContext("a"), False, spec)
+    manager.complete_store([K[3], K[1]], ReqContext("a"), True, spec)
+    assert manager.prepare_load([K[1], K[2], K[3]], ReqContext("b")).block_ids.tolist() == [1, 2, 3]
+
+
 def test_generations_are_those_of_the_stores(new):
     manager = new()
     granted = manager.prepare_store(K[:3], ReqContext("a"))

@@ -50,7 +50,7 @@ def test_block_ids_are_an_integer_array_with_one_generation_a_slot(new):
     assert spec.generations.shape == spec.block_ids.shape == (3,)
 
 
-def test_a_generator_free_collection_of_any_kind_will_do(new):
+def test_a_collection_of_any_kind_will_do(new):
     manager = new()
     granted = manager.prepare_store(dict.fromkeys(K[:2]).keys(), ReqContext("a"))
     assert granted.keys_to_store == K[:2]
