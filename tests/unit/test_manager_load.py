@@ -215,3 +215,16 @@ def test_load_of_a_manager_that_never_waits_has_a_second(new):
     manager = new(deadline_s=0.0)
     store_ready(manager, K[:1], ReqContext("a"))
     assert manager.prepare_load(K[:1], ReqContext("b")).begin_by_s == 101.0
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_completion_by_a_request_that_pinned_nothing_leaks_no_other_pin(policy):
+    manager = CPUOffloadingManager(8, policy)
+    store_ready(manager, K[:2], ReqContext("stores"))
+    a, b = ReqContext("a"), ReqContext("b")
+    spec = manager.prepare_load(K[:2], a)
+    manager.complete_load(K[:1], b)
+    manager.complete_load(K[:2], a, True, spec)
+    assert manager.get_stats().pinned_blocks == 0
+    assert manager.get_stats().counters["late_completions"] == 1
+    manager.check_invariants()

@@ -33,6 +33,10 @@ def end_load_by_spec(
         ending = [key for key in ending if slot_of[key] not in index.condemned]
         for key in condemned:
             index.reader_left(slot_of[key])
+    if not index.pins.keys() >= set(ending):
+        # another request has completed by key what it had not pinned: its load is over, and this one's is late
+        num_late += sum(key not in index.pins for key in ending)
+        ending = [key for key in ending if key in index.pins]
     index.unpin(ending)
     return ending, num_late
 

@@ -136,8 +136,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return output
 
     def prepare_store_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
+        output = self._backing.prepare_store_prefix(self._passed_on(keys), req_context)
         self._filter.note_prepared(req_context)
-        return self._backing.prepare_store_prefix(self._passed_on(keys), req_context)
+        return output
 
     def _passed_on(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """What is admitted, and what is stored: it is an access, and the call must not evict it."""
