@@ -224,6 +224,21 @@ def test_reset_with_stores_and_loads_in_flight_again_and_again(engine, expected)
         assert_empty(engine, fresh)
 
 
+def test_reset_that_sends_running_requests_back_to_the_queue(engine, expected):
+    other, prompt = stored_prompt(engine), new_prompt(LENGTH)
+    with engine.holding("store") as held:
+        ask = engine.submit(prompt, max_tokens=12)
+        engine.until(lambda: len(held) > 0 and len(ask.tokens) > 2, "the request runs and its store has been submitted")
+        assert not ask.finished
+        assert engine.reset(running_requests=True)
+        assert engine.core.get_stats().ready_blocks == 0
+        held.release()
+        engine.finish(ask)
+    assert ask.tokens == expected(prompt, 12)
+    engine.drain()
+    assert engine.ask_afresh(other).num_cached == 0
+
+
 def test_what_is_stored_after_a_reset_is_found(engine, expected):
     prompt = stored_prompt(engine)
     assert engine.reset()

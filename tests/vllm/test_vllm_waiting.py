@@ -74,6 +74,32 @@ def test_a_request_whose_prefix_is_being_stored_waits_and_then_loads(engine, exp
     assert engine.counters["expired_requests"] == 0
 
 
+def test_a_request_that_waits_asks_for_no_block_again_and_again(engine, monkeypatch):
+    prompt = new_prompt(PREFIX + TAIL)
+    num_lookups = 0
+    lookup = engine.manager.lookup
+
+    def counted(*arguments):
+        nonlocal num_lookups
+        num_lookups += 1
+        return lookup(*arguments)
+
+    monkeypatch.setattr(engine.manager, "lookup", counted)
+    with engine.holding("store") as held:
+        engine.finish(engine.submit(prompt))
+        engine.until(lambda: len(held) > 0, "the store has been submitted")
+        engine.forget()
+        reader = engine.submit(prompt)
+        engine.step()
+        engine.step()
+        num_lookups = 0
+        engine.steps_without_answer(reader, count=200)
+        assert num_lookups == 0
+        held.release()
+        engine.finish(reader)
+    assert reader.num_cached == PREFIX
+
+
 def test_a_request_does_not_wait_for_a_store_beyond_its_deadline(engine, expected):
     prompt = new_prompt(PREFIX + TAIL)
     with engine.holding("store") as held:

@@ -297,9 +297,9 @@ class Engine:
         self._counted_before = self._counted()
         self.num_steps = 0
 
-    def reset(self) -> bool:
+    def reset(self, running_requests: bool = False) -> bool:
         """The user's reset, connector included."""
-        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+        return bool(self.llm.reset_prefix_cache(reset_running_requests=running_requests, reset_connector=True))
 
     # -- faults ----------------------------------------------------------------------------------------------
 
