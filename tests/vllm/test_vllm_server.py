@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from vllm_harness import BLOCK, PATIENCE_S, Prompts, connector_arguments, engine_environment
 
 POLL_S = 0.2
@@ -96,7 +95,6 @@ def serving(model: Path, folder: Path, settings: dict[str, Any], *arguments: str
         process.wait()
 
 
-@pytest.mark.timeout(900)
 def test_metrics_of_a_served_engine(smollm2, plain, tmp_path):
     prompts = [Prompts(seed)(9 * BLOCK + 12) for seed in (11, 12, 13)]
     expected = plain(smollm2).answers(prompts)
@@ -153,7 +151,6 @@ def mapped_shared_memory() -> set[str]:
     return names
 
 
-@pytest.mark.timeout(900)
 def test_a_killed_engine_leaves_nothing_behind(dense, tmp_path):
     before = set(os.listdir("/dev/shm"))
     arguments = ["--num-gpu-blocks-override", "40", "--max-model-len", "640", "--skip-tokenizer-init"]
