@@ -255,6 +255,13 @@ def test_an_engine_that_ends_without_a_result_is_an_error(tmp_path, monkeypatch)
         run_fake(tmp_path)
 
 
+def test_an_engine_that_was_ended_says_by_what(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fake_engine(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    with pytest.raises(demo_process.RunError, match="ended by SIGTERM"):
+        run_fake(tmp_path)
+
+
 ORPHAN = """
 import json, os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

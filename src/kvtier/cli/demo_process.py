@@ -157,5 +157,6 @@ def _reason(log: str, code: int) -> KVTierError:
             return ConfigurationError(match[2])
     with contextlib.suppress(OSError):
         keep.write_text(log)
-    said = f"{found[0][1]}: {found[0][2]}" if found else f"exit code {code}"
+    ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    said = f"{found[0][1]}: {found[0][2]}" if found else ended
     return RunError(f"the engine stopped: {said} (its log: {keep})")
