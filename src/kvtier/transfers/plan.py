@@ -126,7 +126,8 @@ class Planner:
         num_slots = -(-(first + len(blocks)) // per_chunk) if len(blocks) else len(slots)
         if len(slots) != num_slots:
             raise TransferError(f"{len(blocks)} blocks from sub-block {first} need {num_slots} slots, got {len(slots)}")
-        chunk_idx, sub_blocks = np.divmod(np.arange(first, first + len(blocks)), per_chunk)
+        positions: Ids = np.arange(first, first + len(blocks), dtype=np.int64)
+        chunk_idx, sub_blocks = positions // per_chunk, positions % per_chunk
         engine = pages.bases + blocks * pages.row_strides
         slot_starts = pool.ctypes.data + slots[chunk_idx] * pool.strides[0]
         target = pages.slot_offsets + slot_starts + sub_blocks * pages.slot_strides
