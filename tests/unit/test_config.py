@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier import CPUOffloadingManager, ConfigurationError, ReqContext
+from kvtier import ConfigurationError, CPUOffloadingManager, ReqContext
 from kvtier.interfaces import BreakerState
 from kvtier.runtime import build_manager, parse_config
 from kvtier.testing import make_keys
