@@ -15,7 +15,7 @@ from kvtier.tiers.ram import PoolHandle
 
 @dataclass
 class KVTierConnectorMetadata(OffloadingConnectorMetadata):
-    """Scheduler -> workers, every step: vLLM's jobs, where the RAM pool is, and whether there is anything to compute."""
+    """Scheduler -> workers, every step: vLLM's jobs, where the RAM pool is, and whether there is nothing to compute."""
 
     pool: PoolHandle | None = None
     is_idle_step: bool = False
