@@ -217,7 +217,6 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["failed_store_blocks"] += len(failed)
 
     def writers_died(self) -> None:
-        """Every process that wrote this tier's slots is known to be gone: condemned writes are over."""
         for slot in [slot for slot, entry in self._index.condemned.items() if entry.has_writer]:
             self._index.writer_left(slot)
 
