@@ -106,7 +106,7 @@ def _num_until_all(pending: set[OffloadKey], in_flight: Iterable[OffloadKey]) ->
     """How many of `in_flight` come before the last of `pending`, that one included."""
     missing = len(pending)
     position = 0
-    for position, key in enumerate(in_flight, start=1):
+    for position, key in enumerate(in_flight, start=1):  # noqa: B007
         missing -= key in pending
         if not missing:
             break
