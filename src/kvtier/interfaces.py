@@ -291,6 +291,9 @@ class OffloadingManager(ABC):
     def reset_cache(self) -> None:
         """Everything becomes absent at once. Slots that a transfer still uses are free when it ends."""
 
+    def writers_died(self) -> None:
+        """Every process that wrote this tier's slots is known to be gone: condemned writes are over."""
+
     @abstractmethod
     def get_stats(self) -> ManagerStats:
         """Counters and gauges. O(number of counters)."""

@@ -251,7 +251,6 @@ class CPUOffloadingManager(OffloadingManager):
                 self.breaker.note_failure(Transfer.STORE)
 
     def writers_died(self) -> None:
-        """Every process that wrote this tier's slots is known to be gone: condemned writes are over."""
         for slot in [slot for slot, entry in self._index.condemned.items() if entry.has_writer]:
             self._index.writer_left(slot)
 

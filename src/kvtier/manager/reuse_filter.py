@@ -199,6 +199,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         self._backing.reset_cache()
 
+    def writers_died(self) -> None:
+        self._backing.writers_died()
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._backing.take_events()
 
