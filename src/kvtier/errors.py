@@ -41,3 +41,7 @@ class PoolError(KVTierError, OSError):
 
 class TransferError(KVTierError):
     """A transfer job was described wrongly: out of range, or for another layout."""
+
+
+class TierError(KVTierError, OSError):
+    """A tier's medium could not be opened, is in use by another process, or could not make an epoch durable."""

@@ -67,6 +67,7 @@ class BlockIndex:
         writes = {SlotState.IN_FLIGHT: self.in_flight}
         blocks = {SlotState.READY: self.ready}
         self._allocate_to = writes[TRANSITIONS[SlotEvent.ALLOCATE][1]]
+        self._restore_to = blocks[TRANSITIONS[SlotEvent.RESTORE][1]]
         self._publish_from = writes[TRANSITIONS[SlotEvent.PUBLISH][0]]
         self._publish_to = blocks[TRANSITIONS[SlotEvent.PUBLISH][1]]
         self._abandon_from = writes[TRANSITIONS[SlotEvent.ABANDON][0]]
@@ -115,6 +116,16 @@ class BlockIndex:
             generations[slot] = generation
         self._allocate_to.update(dict.fromkeys(keys, Write(keys, slots, generation)))
         return slots, generation
+
+    def restore(self, blocks: dict[OffloadKey, int]) -> None:
+        """FREE -> READY for blocks that an earlier process stored: key to slot, each slot once. New indexes only.
+
+        The slots that are left are handed out in ascending order.
+        """
+        self._restore_to.update(blocks)
+        taken = set(blocks.values())
+        self._freed = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in taken]
+        self._num_never_used = 0
 
     def publish(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """IN_FLIGHT -> READY: the bytes are there. Keys that are not in flight are passed over.
