@@ -64,6 +64,9 @@ class ReqContext:
 
     __slots__ = ("__weakref__", "_states", "kv_transfer_params", "req_id")
 
+    by_engine = True
+    """Its transfers are the engine's. Those of a lower tier say nothing about whether the engine's copies work."""
+
     def __init__(self, req_id: str, kv_transfer_params: Mapping[str, Any] | None = None) -> None:
         self.req_id = req_id
         self.kv_transfer_params = kv_transfer_params
