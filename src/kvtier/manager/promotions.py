@@ -83,9 +83,8 @@ class TierPace:
         """None: nothing was seen yet."""
         return self._rate.per_s
 
-    def advance(self, now_s: float) -> None:
-        """Tells the time, before the outcomes of the time since the last call are noted. O(1)."""
-        self.breaker.advance(now_s)
+    def observe(self, now_s: float) -> None:
+        """Tells the time, after the outcomes until then were noted. O(1)."""
         if self.num_pending + self._num_arrived and self._seen_s > -math.inf:
             self._rate.note(self._num_arrived, now_s - self._seen_s)
         self._num_arrived = 0

@@ -220,12 +220,16 @@ class TieredOffloadingManager(OffloadingManager):
     def advance(self, now_s: float) -> None:
         """Tells the time, and takes what the tiers have done since the last call."""
         self.ram.advance(now_s)
-        if now_s > self._now_s:
+        later = now_s > self._now_s
+        if later:
             self._now_s = now_s
-            for pace in self._paces:
-                pace.advance(now_s)
             self._cancel_late_promotions()
+            for pace in self._paces:
+                pace.breaker.advance(now_s)
         self._poll()
+        if later:
+            for pace in self._paces:
+                pace.observe(now_s)
 
     # -- whole cache -----------------------------------------------------------------------------------------
 
