@@ -243,8 +243,11 @@ class DiskTier(Tier):
             storing_blocks=catalog.num_storing,
             loading_blocks=catalog.num_loading,
             closed_reason=self._closed_reason,
-            counters=catalog.counters
-            | {"durable_blocks": self._num_durable, "failed_commits": self._num_failed_commits},
+            counters={
+                **catalog.counters,
+                "durable_blocks": self._num_durable,
+                "failed_commits": self._num_failed_commits,
+            },
         )
 
     def check_invariants(self) -> None:
