@@ -171,3 +171,17 @@ class MemoryTier(Tier):
                     self._catalog.end_load(place)
                     self._catalog.counters["failed_load_blocks"] += 1
                 job.end_block(position, False, reason=reason)
+
+
+class MemoryEpochStore:
+    """An `EpochStore` for tiers whose blocks do not outlive the process."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self._epoch = epoch
+
+    def current(self) -> int:
+        return self._epoch
+
+    def advance(self) -> int:
+        self._epoch += 1
+        return self._epoch
