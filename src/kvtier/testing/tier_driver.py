@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import time
 from collections.abc import Sequence
@@ -21,8 +22,12 @@ def make_pool(num_slots: int, slot_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(-1, num_slots * slot_bytes), np.uint8).reshape(num_slots, slot_bytes)
 
 
+@functools.lru_cache(maxsize=256)
 def block_bytes(key: OffloadKey, num_bytes: int, version: int = 0) -> npt.NDArray[np.uint8]:
-    """(num_bytes,) uint8: what the driver stores under `key`; other bytes for every key and version."""
+    """(num_bytes,) uint8: what the driver stores under `key`; other bytes for every key and version.
+
+    Shared: not to be changed.
+    """
     seed = int.from_bytes(key, "big") * 64 + version
     return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
 
