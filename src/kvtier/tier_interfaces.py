@@ -180,7 +180,10 @@ class Tier(ABC):
 
     @abstractmethod
     def wait_for_outcome(self, timeout_s: float) -> None:
-        """Returns when `poll` has something to give, when no job is open, or after `timeout_s`. For stops and tests."""
+        """Returns when `poll` may have something to give, when no job is open, or after `timeout_s`.
+
+        For stops and tests; `poll` may still be empty then: ask again.
+        """
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:

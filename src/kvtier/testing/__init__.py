@@ -3,11 +3,17 @@
 from kvtier.testing.model import ReferenceManager
 from kvtier.testing.model_policies import ReferenceARC, ReferenceLRU
 from kvtier.testing.observe import eviction_order, make_keys, snapshot, store_ready
+from kvtier.testing.simulated_disk import SimulatedFileSystem
+from kvtier.testing.tier_driver import TierDriver
+from kvtier.testing.tier_suite import TierConformance
 
 __all__ = [
     "ReferenceARC",
     "ReferenceLRU",
     "ReferenceManager",
+    "SimulatedFileSystem",
+    "TierConformance",
+    "TierDriver",
     "eviction_order",
     "make_keys",
     "snapshot",

@@ -60,9 +60,9 @@ class TierCatalog:
         """Everything that could be loaded now. The caller owns the list. O(blocks)."""
         return list(self._index.ready)
 
-    def is_current(self, place: Place) -> bool:
-        """Whether no later allocation has been given the place."""
-        return self._index.generations[place.index] == place.generation
+    def places_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """The places of those of `keys` that are ready, in order. The caller owns the list."""
+        return [place for place in map(self._index.ready.get, keys) if place is not None]
 
     # -- stores ----------------------------------------------------------------------------------------------
 

@@ -11,11 +11,25 @@ from kvtier.errors import ConfigurationError, DuplicateKeyError, ManagerUsageErr
 from kvtier.keys import OffloadKey
 from kvtier.tier_interfaces import TierOutcome
 
+NOT_THERE = "not there"
+ALREADY_STORING = "another job is storing it"
+
 
 class OpenJob:
     """A job from its submission to its outcome. Used by the tier's caller alone, from one thread."""
 
-    __slots__ = ("begun_s", "ended_s", "is_store", "job_id", "keys", "num_bytes", "num_open", "reason", "results")
+    __slots__ = (
+        "begun_s",
+        "ended_s",
+        "is_store",
+        "job_id",
+        "keys",
+        "num_bytes",
+        "num_open",
+        "reason",
+        "results",
+        "void_reason",
+    )
 
     def __init__(self, job_id: int, is_store: bool, keys: Sequence[OffloadKey]) -> None:
         self.job_id = job_id
@@ -27,11 +41,20 @@ class OpenJob:
         self.begun_s: float | None = None
         self.ended_s = 0.0
         self.reason = ""
+        self.void_reason = ""
+
+    def void(self, reason: str) -> None:
+        """No key of this job succeeds, whatever was moved already."""
+        self.void_reason = self.reason = reason
+        self.results = [False] * len(self.keys)
+        self.num_bytes = 0
 
     def end_block(self, position: int, success: bool, num_bytes: int = 0, reason: str = "") -> None:
         """The block of `keys[position]` is done with."""
-        self.results[position] = success
         self.num_open -= 1
+        if self.void_reason:
+            return
+        self.results[position] = success
         if success:
             self.num_bytes += num_bytes
         elif not self.reason:

@@ -14,10 +14,7 @@ from kvtier.keys import OffloadKey
 from kvtier.policy import make_policy
 from kvtier.tier_interfaces import REASON_CANCELLED, REASON_CLOSED, REASON_RESET, Tier, TierOutcome, TierStats
 from kvtier.tiers.catalog import Place, TierCatalog
-from kvtier.tiers.jobs import OpenJob, check_pool, check_submission
-
-NOT_THERE = "not there"
-ALREADY_STORING = "another job is storing it"
+from kvtier.tiers.jobs import ALREADY_STORING, NOT_THERE, OpenJob, check_pool, check_submission
 
 
 class MemoryTier(Tier):
@@ -48,7 +45,6 @@ class MemoryTier(Tier):
         self._jobs: dict[int, OpenJob] = {}
         self._loads: deque[tuple[OpenJob, int, Place, int]] = deque()
         self._stores: deque[tuple[OpenJob, int, Place, int]] = deque()
-        self._ended: list[TierOutcome] = []
         self._closed_reason = "not attached"
 
     def attach(self, pool: npt.NDArray[np.uint8]) -> None:
@@ -73,7 +69,6 @@ class MemoryTier(Tier):
                     self._stores.append((job, position, place, slots[position]))
                 else:
                     job.end_block(position, place, reason=ALREADY_STORING)
-            self._end_if_done(job)
         return len(places)
 
     def submit_load(self, job_id: int, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
@@ -84,7 +79,6 @@ class MemoryTier(Tier):
                 job.end_block(position, False, reason=self._closed_reason or NOT_THERE)
             else:
                 self._loads.append((job, position, place, slots[position]))
-        self._end_if_done(job)
 
     def poll(self) -> list[TierOutcome]:
         left = len(self._loads) + len(self._stores) if self.blocks_per_poll is None else self.blocks_per_poll
@@ -92,8 +86,10 @@ class MemoryTier(Tier):
             while queue and left:
                 left -= 1
                 self._move(*queue.popleft())
-        ended, self._ended = self._ended, []
-        return ended
+        ended = [job for job in self._jobs.values() if not job.num_open]
+        for job in ended:
+            del self._jobs[job.job_id]
+        return [job.outcome() for job in ended]
 
     def cancel(self, job_id: int) -> None:
         self._end_queued(REASON_CANCELLED, (self._jobs[job_id],) if job_id in self._jobs else ())
@@ -106,14 +102,16 @@ class MemoryTier(Tier):
 
     def reset(self, epoch: int) -> list[OffloadKey]:
         ready = self._catalog.reset()
-        self._end_queued(REASON_RESET, list(self._jobs.values()))
+        for job in self._jobs.values():
+            job.void(REASON_RESET)
+        self._end_queued(REASON_RESET, self._jobs.values())
         self._blocks.clear()
         return ready
 
     def disable(self, reason: str) -> None:
         self._closed_reason = self._closed_reason or reason
         self._catalog.drop(self._catalog.ready_keys())
-        self._end_queued(REASON_CLOSED, list(self._jobs.values()))
+        self._end_queued(REASON_CLOSED, self._jobs.values())
         self._blocks.clear()
 
     def take_removed(self) -> list[OffloadKey]:
@@ -159,7 +157,6 @@ class MemoryTier(Tier):
             self._catalog.counters["loaded_blocks" if success else "failed_load_blocks"] += 1
         job.note_time(0.0, 0.0)
         job.end_block(position, success, num_bytes, NOT_THERE)
-        self._end_if_done(job)
 
     def _end_queued(self, reason: str, jobs: Iterable[OpenJob]) -> None:
         """Blocks of `jobs` that have not moved never will."""
@@ -174,9 +171,17 @@ class MemoryTier(Tier):
                     self._catalog.end_load(place)
                     self._catalog.counters["failed_load_blocks"] += 1
                 job.end_block(position, False, reason=reason)
-                self._end_if_done(job)
 
-    def _end_if_done(self, job: OpenJob) -> None:
-        if not job.num_open:
-            del self._jobs[job.job_id]
-            self._ended.append(job.outcome())
+
+class MemoryEpochStore:
+    """An `EpochStore` for tiers whose blocks do not outlive the process."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self._epoch = epoch
+
+    def current(self) -> int:
+        return self._epoch
+
+    def advance(self) -> int:
+        self._epoch += 1
+        return self._epoch

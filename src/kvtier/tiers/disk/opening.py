@@ -1,0 +1,94 @@
+"""From settings to open volumes and the blocks that an earlier process left in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.errors import ConfigurationError
+from kvtier.keys import OffloadKey
+from kvtier.tier_interfaces import EpochStore
+from kvtier.tiers.disk.config import DiskConfig
+from kvtier.tiers.disk.filesystem import FileSystem
+from kvtier.tiers.disk.layout import Header, cache_bytes, cache_folder, places_within, record_keys, round_up
+from kvtier.tiers.disk.volume import Claim, Volume, claim_folders, open_volume
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedCache:
+    """A cache that this process owns. Place `p` of the tier is place `p // n` of volume `p % n`, of `n` volumes."""
+
+    volumes: Sequence[Volume]
+    num_places: int
+    """Of all volumes together."""
+    epoch: int
+    blocks: dict[OffloadKey, int]
+    """What is there: key to place, least recently used first."""
+    reused: Sequence[OffloadKey]
+    """Those of `blocks` that were used after their store, in the same order."""
+    first_generation: int
+    """Greater than any that a record has."""
+    first_use_order: int
+
+
+def open_cache(
+    files: FileSystem, config: DiskConfig, epoch_store: EpochStore, *, block_bytes: int, direct: bool, now_s: float
+) -> OpenedCache:
+    """Opens the cache of `config` in all of its folders, making what is missing.
+
+    Raises ConfigurationError if the capacity holds no block, TierError or OSError if a folder cannot be used; then
+    nothing stays open.
+    """
+    place_bytes = round_up(block_bytes)
+    if places_within(config.capacity_bytes // len(config.paths), place_bytes) < 1:
+        raise ConfigurationError(
+            f"the disk capacity is {config.capacity_bytes} bytes in {len(config.paths)} folders; a block takes "
+            f"{place_bytes} bytes and each folder {cache_bytes(1, 0)} more"
+        )
+    claims = claim_folders(
+        files,
+        [os.path.abspath(path) for path in config.paths],
+        cache_folder(config.namespace),
+        place_bytes=place_bytes,
+        capacity_bytes=config.capacity_bytes,
+        min_free_bytes=config.min_free_bytes,
+        keep_others=config.keep_other_namespaces,
+    )
+    # as many places in each as the smallest one has
+    num_places = min(claim.num_places for claim in claims)
+    pending = [Claim(claim.root, claim.path, claim.lock_fd, num_places) for claim in claims]
+    volumes: list[Volume] = []
+    try:
+        epoch = epoch_store.current()
+        header = Header(block_bytes, config.namespace, epoch, int(now_s), config.label)
+        while pending:
+            volumes.append(open_volume(files, pending.pop(0), header, direct))
+        return _restore(volumes, num_places * len(claims), epoch)
+    except BaseException:
+        for claim in pending:
+            files.close(claim.lock_fd)
+        for volume in volumes:
+            volume.close()
+        raise
+
+
+def _restore(volumes: Sequence[Volume], num_places: int, epoch: int) -> OpenedCache:
+    records = np.concatenate([volume.table.records[volume.places] for volume in volumes])
+    places = np.concatenate([volume.places * len(volumes) + i for i, volume in enumerate(volumes)])
+    if not len(records):
+        return OpenedCache(volumes, num_places, epoch, {}, (), 1, 1)
+    order = np.argsort(records["use_order"], kind="stable")
+    records, place_list = records[order], places[order].tolist()
+    keys = record_keys(records)
+    blocks = dict(zip(keys, place_list, strict=True))
+    if len(blocks) < len(keys):  # stored again before the record of the first was blank: the later one holds
+        for key, place in zip(keys, place_list, strict=True):
+            if blocks[key] != place:
+                volumes[place % len(volumes)].table.blank([place // len(volumes)])
+    used = records["num_uses"] > 0
+    reused = dict.fromkeys(record_keys(records[used])) if used.any() else ()
+    first_generation, first_order = int(records["generation"].max()) + 1, int(records["use_order"].max()) + 1
+    return OpenedCache(volumes, num_places, epoch, blocks, list(reused), first_generation, first_order)
