@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 import numpy as np
 import pytest
 from hypothesis import seed, settings
@@ -19,6 +22,7 @@ from kvtier import (
 from kvtier.keys import OffloadKey
 from kvtier.manager import LoadPlan, StorePlan
 from kvtier.policy import POLICIES
+from kvtier.tier_interfaces import TierOutcome
 from kvtier.tiers.memory import MemoryTier
 
 RAM_BLOCKS = 8
@@ -44,6 +48,28 @@ class Epochs:
         return self.epoch
 
 
+class ScribblingTier(MemoryTier):
+    """A load that fails leaves anything in its slot."""
+
+    def poll(self) -> list[TierOutcome]:
+        outcomes = super().poll()
+        for outcome in outcomes:
+            if not outcome.is_store:
+                slots = self.slots_of.pop(outcome.job_id)
+                for slot, succeeded in zip(slots, outcome.succeeded, strict=True):
+                    if not succeeded:
+                        self._pool[slot] = 255
+        return outcomes
+
+    def submit_load(self, job_id: int, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        self.slots_of[job_id] = list(slots)
+        super().submit_load(job_id, keys, slots)
+
+    @cached_property
+    def slots_of(self) -> dict[int, list[int]]:
+        return {}
+
+
 class Machine(RuleBasedStateMachine):
     policy_name = "lru"
     cascade_when = "stored"
@@ -64,7 +90,7 @@ class Machine(RuleBasedStateMachine):
     )
     def build(self, sizes: list[int], shares: float, queue: int | None) -> None:
         self.pool = np.zeros((RAM_BLOCKS, BYTES), np.uint8)
-        self.tiers = [MemoryTier(size, max_storing_blocks=queue, blocks_per_poll=2) for size in sizes]
+        self.tiers = [ScribblingTier(size, max_storing_blocks=queue, blocks_per_poll=2) for size in sizes]
         for tier in self.tiers:
             tier.attach(self.pool)
         ram = CPUOffloadingManager(RAM_BLOCKS, self.policy_name, deadline_s=DEADLINE_S, store_timeout_s=10.0)
@@ -111,6 +137,33 @@ class Machine(RuleBasedStateMachine):
             if plan is not None:
                 self.pool[plan.spec.slots] = 255  # not there before the copy has ended
                 self.plans.append((plan, self.weights, True))
+
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), length=st.integers(1, 6), steps=st.integers(0, 4))
+    def whole_request(self, prompt: int, length: int, steps: int) -> None:
+        """Comes, waits a little, computes and stores the rest, and goes."""
+        self.new_request(prompt, length)
+        name = f"r{self.next_request - 1}"
+        keys = self.requests[name]
+        for _ in range(steps):
+            if self.driver.match(name) is not None:
+                break
+            self.step(0.01)
+        self._store_all(name, len(keys))
+        del self.requests[name]
+        self.driver.finish(name)
+        self.step(0.01)
+
+    @rule(pick=st.integers(0, 99), seconds=st.sampled_from([0.01, 0.5]))
+    def ask_until_answered(self, pick: int, seconds: float) -> None:
+        """A waiting request is asked once a step. Whatever the tiers do, that has an end."""
+        if not self.requests:
+            return
+        name = sorted(self.requests)[pick % len(self.requests)]
+        asked = 0
+        while self.driver.match(name) is None:
+            asked += 1
+            assert asked <= DEADLINE_S / seconds + 1, "deferred past its deadline"
+            self.step(seconds)
 
     @rule(pick=st.integers(0, 99), succeeds=st.booleans())
     def transfer_ends(self, pick: int, succeeds: bool) -> None:
@@ -189,15 +242,18 @@ class Machine(RuleBasedStateMachine):
         for name, prompt in (("last", keys), ("last again", keys)):
             self.driver.add_request(name, prompt)
             self._answer(name)
-            plan = self.driver.plan_store(name, len(prompt))
-            if plan is not None:
-                self.plans.append((plan, self.weights, True))
-                self.transfer_ends(0, True)
+            self._store_all(name, len(prompt))
             self.driver.finish(name)
             for _ in range(10):
                 self.step(0.01)
         self.driver.add_request("verify", keys)
         assert self._answer("verify") == 2
+
+    def _store_all(self, name: str, num_blocks: int) -> None:
+        plan = self.driver.plan_store(name, num_blocks)
+        if plan is not None:
+            self.plans.append((plan, self.weights, True))
+            self.transfer_ends(len(self.plans) - 1, True)
 
     def _answer(self, name: str) -> int:
         for _ in range(1000):
