@@ -321,6 +321,40 @@ class Engine:
             yield failing
 
     @contextlib.contextmanager
+    def stuck_copies(self) -> Iterator[Held]:
+        """Copies that begin inside stand still in the middle, with the memory in their hands, until `release`.
+
+        `jobs` has one entry (None) for each slice that is stuck.
+        """
+        held = Held()
+        transfers = self.transfers
+        real = transfers._copier
+
+        class StuckCopier:
+            name = "stuck"
+
+            def copy(self, *fragments: Any) -> None:
+                held.hold(None)  # type: ignore[arg-type]
+                real.copy(*fragments)
+
+        transfers._copier = StuckCopier()
+        try:
+            yield held
+        finally:
+            held.release()
+            transfers._copier = real
+
+    @contextlib.contextmanager
+    def silent_worker(self) -> Iterator[None]:
+        """The worker goes on, but reports nothing: no transfer has an end that the scheduler knows of."""
+        worker = self.worker
+        worker.get_finished = list
+        try:
+            yield
+        finally:
+            del worker.get_finished
+
+    @contextlib.contextmanager
     def _rule(self, kind: str, rule: Held | Failing) -> Iterator[None]:
         assert kind in ("load", "store")
         self._rules.append((kind, rule))
