@@ -150,9 +150,14 @@ class RequestDriver:
 
     # -- workers ---------------------------------------------------------------------------------------------
 
-    def report(self, job_id: int, num_ranks: int = 1, failed: bool = False) -> TransferRecord | None:
-        """A worker is done with a job. Returns the job's record when the last rank has reported."""
-        record = self.jobs.report(job_id, num_ranks, failed)
+    def report(
+        self, job_id: int, num_ranks: int = 1, failed: bool = False, rank: int | None = None
+    ) -> TransferRecord | None:
+        """Workers are done with a job. Returns the job's record when the last rank has reported.
+
+        With more than one rank, and workers that may say a thing twice, say which `rank` it is.
+        """
+        record = self.jobs.report(job_id, num_ranks, failed, rank)
         if record is None:
             return None
         if not record.is_store:

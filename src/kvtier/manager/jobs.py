@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.interfaces import CPULoadStoreSpec, OffloadingManager, ReqContext
 
@@ -20,6 +20,8 @@ class TransferRecord:
     """Ranks that have not reported yet."""
     failed: bool = False
     """At least one rank has failed."""
+    reported: set[int] = field(default_factory=set)
+    """Ranks that have reported, where reports say who sends them."""
 
 
 class JobTable:
@@ -35,17 +37,29 @@ class JobTable:
         self._num_ranks = num_ranks
         self._jobs: dict[int, TransferRecord] = {}
         self.num_unknown_reports = 0
+        self.num_repeated_reports = 0
 
     def add(self, job_id: int, req_context: ReqContext, spec: CPULoadStoreSpec, is_store: bool) -> None:
         """A job was handed to every rank. The caller guarantees a fresh `job_id`. O(1)."""
         self._jobs[job_id] = TransferRecord(job_id, req_context, spec, is_store, self._num_ranks)
 
-    def report(self, job_id: int, num_ranks: int = 1, failed: bool = False) -> TransferRecord | None:
-        """`num_ranks` more ranks are done with the job. Returns its record if it has ended with this. O(blocks)."""
+    def report(
+        self, job_id: int, num_ranks: int = 1, failed: bool = False, rank: int | None = None
+    ) -> TransferRecord | None:
+        """`num_ranks` more ranks are done with the job, or this `rank` is. Returns its record if it ended so. O(blocks).
+
+        Without `rank` the caller guarantees that no rank is counted twice: a job that ends early is read from, or
+        handed out, while a rank still writes.
+        """
         record = self._jobs.get(job_id)
         if record is None:
             self.num_unknown_reports += 1
             return None
+        if rank is not None:
+            if rank in record.reported:
+                self.num_repeated_reports += 1
+                return None
+            record.reported.add(rank)
         record.failed = record.failed or failed
         record.num_pending -= num_ranks
         if record.num_pending > 0:
