@@ -40,13 +40,21 @@ class Checks:
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def deferred(self, req_id: str, since_s: float, now_s: float) -> None:
-        """The request was told at `now_s` to ask again, and for the first time at `since_s`."""
+    def deferred(
+        self, req_id: str, keys: Iterable[OffloadKey], since_s: float, now_s: float, copies: Iterable[Copy]
+    ) -> None:
+        """The request was told at `now_s` to ask again, and for the first time at `since_s`.
+
+        `copies` are the driver's jobs without a report.
+        """
         if now_s >= since_s + self._scenario.deadline_s:
             raise InvariantError(
                 f"request {req_id} is deferred after {now_s - since_s:.6f} s; "
                 f"its deadline is {self._scenario.deadline_s:g} s"
             )
+        being_loaded = {key for copy in copies if not copy.is_store for key in copy.keys}
+        if not any(key in being_loaded or self._manager.residency(key) is Residency.ARRIVING for key in keys):
+            raise InvariantError(f"request {req_id} waits for nothing: none of its blocks is on its way")
 
     # -- grants ----------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class SimulatedEngine:
         self._checks = checks
         self._log = log
         self._blocks = EngineBlocks(scenario.num_engine_blocks)
-        self._weights = 0
+        self.weights = 0
         self._num_added = 0
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -155,7 +155,7 @@ class SimulatedEngine:
         self._log.say(f"resets {'new weights' if new_weights else 'same weights'}")
         self._blocks.forget_all()
         if new_weights:
-            self._weights += 1
+            self.weights += 1
             while self.running:
                 self._begin_again(self.running.pop())
         self._checks.before_reset()
@@ -185,7 +185,7 @@ class SimulatedEngine:
         if found is None:
             if request.waits_since_s is None:
                 request.waits_since_s = now_s
-            self._checks.deferred(request.req_id, request.waits_since_s, now_s)
+            self._checks.deferred(request.req_id, keys, request.waits_since_s, now_s, self.copies.values())
             return
         found = min(found, cut_to)
         self._blocks.hold(own)
@@ -221,7 +221,7 @@ class SimulatedEngine:
             self._workers.check_bytes(copy)
         if request.phase is Phase.ENDED:
             return
-        if failed or not is_current or copy.weights != self._weights:
+        if failed or not is_current or copy.weights != self.weights:
             self._begin_again(request)
             return
         for block, key in zip(copy.blocks, copy.keys, strict=True):
@@ -247,7 +247,7 @@ class SimulatedEngine:
             (block,) = self._blocks.take(1)
             request.blocks.append(block)
             for rank, memory in enumerate(self._workers.memories):
-                memory[block] = content(request.path[at], self._weights, rank)
+                memory[block] = content(request.path[at], self.weights, rank)
             self._blocks.fill(block, request.path[at])
             request.num_computed += 1
         if request.phase is not Phase.RUNNING:
@@ -310,7 +310,7 @@ class SimulatedEngine:
             slots=spec.block_ids.tolist(),
             generations=spec.generations.tolist(),
             blocks=blocks,
-            weights=self._weights,
+            weights=self.weights,
             granted_s=self._clock.now_s,
             num_resets=self._checks.num_resets,
             incarnation=self._workers.incarnation,

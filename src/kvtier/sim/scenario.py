@@ -74,6 +74,8 @@ class Scenario:
     max_requests: int
     arrivals: float
     """Probability of a new request, each step."""
+    cascades: float
+    """Probability that somebody else begins to read blocks of the tier, each step."""
     stores_lag: float
     """Probability that a step does not offer what it computed: the next one does."""
     flush_on_preempt: bool
@@ -103,12 +105,24 @@ _ALL_FAULTS = FaultRates(
 )
 
 
+_WORSE_TOGETHER = (
+    ("delay", "death"),
+    ("delay", "drop", "death", "duplicate"),
+    ("stall_before", "stall_during", "jump"),
+    ("stall_during", "reset", "new_weights"),
+    ("delay", "new_weights", "abort", "reorder"),
+    ("fail_at_end", "corrupt", "duplicate", "delay"),
+    ("preempt", "abort", "stall_before", "delay"),
+)
+"""Kinds that need each other to do harm."""
+
+
 def draw_scenario(rng: Random, policy: str | None = None) -> Scenario:
     """A scenario from `rng` (advanced); `policy` instead of the drawn one."""
     depth = rng.choice((3, 6, 12))
-    prompts = _draw_prompts(rng, num_prompts=rng.randint(2, 14), depth=depth)
+    prompts = _draw_prompts(rng, num_prompts=rng.randint(2, 30), depth=depth)
     drawn_policy = rng.choice(sorted(POLICIES))
-    num_slots = rng.choice((1, 2, 3, 5, 8, 13, 21, 40))
+    num_slots = rng.choice((1, 2, 4, 8, 12, 16, 24, 32, 48, 64))
     return Scenario(
         policy=policy or drawn_policy,
         num_slots=num_slots,
@@ -125,11 +139,12 @@ def draw_scenario(rng: Random, policy: str | None = None) -> Scenario:
         load_bytes_per_s=BLOCK_BYTES * rng.choice((20.0, 200.0, 5_000.0)),
         store_bytes_per_s=BLOCK_BYTES * rng.choice((10.0, 100.0, 5_000.0)),
         step_s=rng.choice((0.005, 0.02, 0.06)),
-        num_engine_blocks=depth + rng.choice((0, 2, 8, 20)),
+        num_engine_blocks=depth + rng.choice((0, 2, 6, 12, 12)),
         blocks_per_step=rng.choice((1, 2, 4, 100)),
         max_running=rng.randint(1, 6),
         max_requests=rng.choice((2, 6, 16)),
         arrivals=rng.choice((0.1, 0.4, 0.9)),
+        cascades=rng.choice((0.0, 0.0, 0.05, 0.3)),
         stores_lag=rng.choice((0.0, 0.5)),
         flush_on_preempt=rng.random() < 0.5,
         prompts=prompts,
@@ -139,13 +154,15 @@ def draw_scenario(rng: Random, policy: str | None = None) -> Scenario:
 
 def _draw_faults(rng: Random) -> FaultRates:
     """Calm, or all kinds lightly, or a few kinds heavily: rare kinds need seeds of their own to be met often."""
-    mood = rng.choice(("calm", "all", "all", "few", "few", "few"))
+    mood = rng.choice(("calm", "all", "all", "few", "few", "together", "together"))
     if mood == "calm":
         return FaultRates(abort=_ALL_FAULTS.abort, preempt=_ALL_FAULTS.preempt)
     if mood == "all":
         return _ALL_FAULTS.scaled(rng.choice((0.3, 1.0, 2.0)))
-    names = [field.name for field in fields(FaultRates)]
-    chosen = rng.sample(names, k=rng.randint(1, 4))
+    if mood == "few":
+        chosen = tuple(rng.sample([field.name for field in fields(FaultRates)], k=rng.randint(1, 4)))
+    else:
+        chosen = rng.choice(_WORSE_TOGETHER)
     heavy = _ALL_FAULTS.scaled(rng.choice((2.0, 5.0)))
     return FaultRates(**{name: min(0.5, getattr(heavy, name)) for name in chosen})
 

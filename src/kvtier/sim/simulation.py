@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from kvtier.errors import ConfigurationError, InvariantError, SimulationError
-from kvtier.interfaces import OffloadingManager
+from kvtier.interfaces import OffloadingManager, Residency
+from kvtier.keys import OffloadKey
 from kvtier.manager import CPUOffloadingManager, FilterReusedOffloadingManager, RequestDriver
 from kvtier.policy import POLICIES
+from kvtier.sim.cascade import FIRST_JOB_ID, STAGING_BLOCKS, SimulatedCascade
 from kvtier.sim.checks import Checks
 from kvtier.sim.clock import SimulatedClock
 from kvtier.sim.engine import Phase, SimulatedEngine
 from kvtier.sim.faults import Faults, ReportChannel
 from kvtier.sim.log import EventLog
 from kvtier.sim.scenario import Scenario, draw_scenario
-from kvtier.sim.workers import RankReport, SimulatedWorkers
+from kvtier.sim.workers import Copy, RankReport, SimulatedWorkers
 from kvtier.transfers.jobs import TransferOutcome
 
 MIN_OPERATIONS = 1_000
@@ -80,9 +82,10 @@ class Simulation:
         self.driver = RequestDriver(front, scenario.num_ranks)
         self.faults = Faults(scenario, fault_rng, self.log)
         self._channel = ReportChannel(self.faults, self.clock, fault_rng, self.log)
-        self._workers = SimulatedWorkers(scenario, self.clock, self.faults.disturb)
+        self._workers = SimulatedWorkers(scenario, self.clock, self.faults.disturb, STAGING_BLOCKS)
         self._checks = Checks(scenario, self.manager)
         self.engine = SimulatedEngine(scenario, self.driver, self._workers, self.clock, self._checks, self.log)
+        self.cascade = SimulatedCascade(scenario, front, self._workers, self.clock, self._checks, self.log)
         self.log.say(f"scenario {_describe(scenario)}")
 
     def run(self, num_operations: int) -> None:
@@ -90,12 +93,17 @@ class Simulation:
 
         Raises InvariantError, or whatever the simulated code raises.
         """
-        while self.engine.num_operations < num_operations:
+        while self.num_operations < num_operations:
             self._pass_time(self.faults.long_time_s() if self.faults.strikes("jump") else self.scenario.step_s)
             self._deliver()
             self._let_things_happen()
             self._step()
         self._drain()
+
+    @property
+    def num_operations(self) -> int:
+        """Calls of the driver and the manager so far, without those that only tell the time or look."""
+        return self.engine.num_operations + self.cascade.num_operations
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -108,7 +116,8 @@ class Simulation:
         for report in self._workers.take_reports():
             self._channel.send(report)
         for report in self._channel.receive():
-            self.engine.receive(report)
+            receiver = self.cascade if report.outcome.job_id >= FIRST_JOB_ID else self.engine
+            receiver.receive(report)
 
     def _let_things_happen(self) -> None:
         rng, engine, strikes = self._rng, self.engine, self.faults.strikes
@@ -127,13 +136,28 @@ class Simulation:
             path = prompts[int(len(prompts) * rng.random() ** 2)]
             path = path[: rng.randint(1, len(path))] if rng.random() < 0.3 else path
             engine.add(path, rng.randint(1, len(path)))
+        if rng.random() < self.scenario.cascades:
+            self.cascade.read(self._ready_part_of(rng.choice(self.scenario.prompts)), engine.weights)
 
     def _step(self) -> None:
         rng = self._rng
         cut_to = rng.randint(0, 3) if rng.random() < 0.1 else 1_000_000
         self.engine.step(lags=rng.random() < self.scenario.stores_lag, cut_to=cut_to)
         self.driver.manager.on_schedule_end()
-        self._checks.step_ended(self.engine.copies.values(), thorough=self.log.step % THOROUGH_EVERY == 0)
+        self._check(thorough=self.log.step % THOROUGH_EVERY == 0)
+
+    @property
+    def _open_copies(self) -> list[Copy]:
+        return [*self.engine.copies.values(), *self.cascade.copies.values()]
+
+    def _check(self, thorough: bool) -> None:
+        self._checks.step_ended(self._open_copies, thorough)
+        if len(self.driver.jobs) != len(self.engine.copies):
+            raise InvariantError(f"the driver has {len(self.driver.jobs)} open jobs, the engine {len(self.engine.copies)}")
+
+    def _ready_part_of(self, prompt: Sequence[OffloadKey]) -> list[OffloadKey]:
+        ready = [key for key in prompt if self.manager.residency(key) is Residency.READY]
+        return ready[self._rng.randint(0, len(ready)) :]
 
     # -- the end of workers, and of the run ------------------------------------------------------------------
 
@@ -145,7 +169,7 @@ class Simulation:
         unfinished = self.engine.workers_died()
         self.engine.num_operations += 1
         self.manager.writers_died()
-        self._checks.writers_died(self.engine.copies.values())
+        self._checks.writers_died(self._open_copies)
         for copy in unfinished:
             if copy.is_store and self._rng.random() < 0.5:
                 continue
@@ -164,18 +188,18 @@ class Simulation:
             self._pass_time(max(self.scenario.step_s, DRAIN_STEP_S))
             self._deliver()
             self.engine.step(lags=False, cut_to=1_000_000)
-            self._checks.step_ended(self.engine.copies.values(), thorough=False)
+            self._check(thorough=False)
         else:
             waiting = [f"{r.req_id} {r.phase.value}" for r in self.engine.requests if r.phase is not Phase.ENDED]
             raise InvariantError(f"no end after {MAX_DRAIN_STEPS} steps without faults: {waiting or 'jobs are left'}")
         self._pass_time(self.scenario.store_timeout_s)
-        self._checks.step_ended(self.engine.copies.values(), thorough=True)
+        self._check(thorough=True)
         self.engine.workers_died()
         self.manager.writers_died()
-        self._checks.writers_died(self.engine.copies.values())
-        self._checks.step_ended(self.engine.copies.values(), thorough=True)
+        self._checks.writers_died(self._open_copies)
+        self._check(thorough=True)
         self._checks.run_ended()
-        self.log.say(f"ends after {self.engine.num_operations} operations and {self.faults.dealt.total()} faults")
+        self.log.say(f"ends after {self.num_operations} operations and {self.faults.dealt.total()} faults")
 
     def _is_idle(self) -> bool:
         """Nothing is left but stores whose reports are lost."""
@@ -183,7 +207,7 @@ class Simulation:
             self.engine.requests
             or self._channel.num_on_the_way
             or self._workers.num_live
-            or any(not copy.is_store for copy in self.engine.copies.values())
+            or any(not copy.is_store for copy in self._open_copies)
         )
 
 
@@ -216,11 +240,11 @@ def simulate(
             command = replay_command(seed, num_operations, policy)
             raise SimulationError(seed, simulation.log.step, what, command) from error
         num_seeds += 1
-        num_made += simulation.engine.num_operations
+        num_made += simulation.num_operations
         faults += simulation.faults.dealt
         digest.update(simulation.log.digest)
         if on_seed is not None:
-            on_seed(seed, simulation.engine.num_operations)
+            on_seed(seed, simulation.num_operations)
     return SimulationResult(num_seeds, num_made, faults, digest.digest())
 
 

@@ -67,7 +67,8 @@ class RankReport:
 class SimulatedWorkers:
     """All ranks of one engine, their pool stripes and engine memory, and who is at which slot.
 
-    Raises InvariantError for wrong bytes in a load, and for a slot or an engine block in two hands.
+    `num_staging_blocks` lie behind the engine's own. Raises InvariantError for wrong bytes in a load, and for a slot
+    or an engine block in two hands.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class SimulatedWorkers:
         scenario: Scenario,
         clock: SimulatedClock,
         disturb: Callable[[Copy], Disturbance],
+        num_staging_blocks: int = 0,
     ) -> None:
         self._scenario = scenario
         self._clock = clock
         self._disturb = disturb
         self._pools = [[b""] * scenario.num_slots for _ in range(scenario.num_ranks)]
-        self.memories = [[b""] * scenario.num_engine_blocks for _ in range(scenario.num_ranks)]
+        num_blocks = scenario.num_engine_blocks + num_staging_blocks
+        self.memories = [[b""] * num_blocks for _ in range(scenario.num_ranks)]
         """[rank][block]: what the engine computes and loads. The engine writes it too."""
         self._copies: dict[int, Copy] = {}
         """By job id: those that a rank may still work on."""
