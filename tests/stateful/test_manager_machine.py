@@ -295,7 +295,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def writers_died(self, really):
         if really:
             return
-        self.core.writers_died()
+        self.manager.writers_died()
         self.model.writers_died()
 
     @rule(really=st.integers(0, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection
 
 from kvtier.interfaces import CPULoadStoreSpec
@@ -37,6 +38,10 @@ class RequestState:
     """Loads prepared and not yet completed, oldest first."""
     deadline_at_s = math.inf
     """Once the request has been told to wait: until when."""
+    patient_until_s = math.inf
+    """From then on computing is cheaper than waiting for blocks in flight."""
+    declined = False
+    """It has come to that."""
     deferred = False
     expired = False
     stuck_key: OffloadKey | None = None
@@ -95,19 +100,33 @@ class RequestState:
             named -= ending
         self.loads = [spec for spec in self.loads if len(spec.ended) < len(spec.keys)]
 
-    def may_wait(self, now_s: float, deadline_s: float) -> bool:
-        """Starts the request's deadline if it does not run yet; False once it has passed."""
+    def may_wait(self, now_s: float, deadline_s: float, counters: Counter[str]) -> bool:
+        """Starts the request's deadline if it does not run yet; False once it has passed. Counts either, once."""
         if self.expired:
             return False
-        if now_s == -math.inf:
-            return deadline_s > 0
-        if self.deadline_at_s == math.inf:
-            self.deadline_at_s = now_s + deadline_s
-        if now_s >= self.deadline_at_s:
-            self.expired = True
+        if now_s > -math.inf:
+            if self.deadline_at_s == math.inf:
+                self.deadline_at_s = now_s + deadline_s
+            self.expired = now_s >= self.deadline_at_s
+        may_wait = deadline_s > 0 and not self.expired
+        if not may_wait:
             self.stuck_key = None
-            return False
-        return True
+            counters["expired_requests"] += self.deferred
+            self.deferred = False
+        elif not self.deferred:
+            self.deferred = True
+            counters["deferred_requests"] += 1
+        return may_wait
+
+    def is_patient(self, now_s: float, counters: Counter[str]) -> bool:
+        """False, for good, once waiting for blocks in flight has cost what computing them would have. Counts it."""
+        if now_s < self.patient_until_s or self.patient_until_s == math.inf:
+            return True
+        self.stuck_key = None
+        if not self.declined:
+            self.declined = True
+            counters["declined_waits"] += 1
+        return False
 
     def load_begin_by_s(self, now_s: float, deadline_s: float) -> float | None:
         """When a load planned now must have begun: the request's waiting so far counts. None: nobody tells time."""

@@ -35,6 +35,9 @@ from kvtier.runtime import parse_config
 
 logger = init_logger(__name__)
 
+IDLE_STEP_S = 0.005
+"""How long a step that computes nothing may wait for a transfer to end: so long may a new request be held up by it."""
+
 
 class KVTierConnector(OffloadingConnector):
     """One of these in the scheduler, one in each worker; both build a `KVTierOffloadingSpec`.
@@ -165,6 +168,7 @@ class KVTierConnector(OffloadingConnector):
             store_jobs=meta.store_jobs,
             jobs_to_flush=meta.jobs_to_flush,
             pool=manager.pool_handle,
+            is_idle_step=not scheduler_output.total_num_scheduled_tokens,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -220,6 +224,10 @@ class KVTierConnector(OffloadingConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self.connector_worker is not None
+        metadata = self._connector_metadata
+        if isinstance(metadata, KVTierConnectorMetadata) and metadata.is_idle_step:
+            # polling at full speed would take the cores from the copies that it polls for
+            self._worker.linger(IDLE_STEP_S)
         requests = dict(self.connector_worker._load_jobs)  # vLLM forgets them as it reports them
         results = super().get_transfer_results(finished_req_ids)
         self._failed_jobs |= self._worker.take_failed()

@@ -54,6 +54,9 @@ class PooledWorker(OffloadingWorker):
         failed, self._failed = self._failed, set()
         return failed
 
+    def linger(self, timeout_s: float) -> None:
+        """Returns once a transfer has ended, or none is open, or after `timeout_s`. May return at once."""
+
     def _use(self, pool: RamPool) -> None:
         raise NotImplementedError
 
@@ -99,6 +102,9 @@ class CPUPlatformWorker(PooledWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         self.transfers.wait(job_ids)
+
+    def linger(self, timeout_s: float) -> None:
+        self.transfers.wait_for_outcome(timeout_s)
 
     def shutdown(self) -> None:
         self.transfers.shutdown()
