@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtier.interfaces import CPULoadStoreSpec, OffloadingManager, ReqContext
 
@@ -38,7 +38,6 @@ class JobTable:
         self._num_ranks = num_ranks
         self._jobs: dict[int, TransferRecord] = {}
         self.num_unknown_reports = 0
-        self.num_repeated_reports = 0
 
     def add(self, job_id: int, req_context: ReqContext, spec: CPULoadStoreSpec, is_store: bool) -> None:
         """A job was handed to every rank. The caller guarantees a fresh `job_id`. O(1)."""

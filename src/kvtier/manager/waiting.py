@@ -105,12 +105,13 @@ class WaitingCost:
 def _num_until_all(pending: set[OffloadKey], in_flight: Iterable[OffloadKey]) -> int:
     """How many of `in_flight` come before the last of `pending`, that one included."""
     missing = len(pending)
-    position = 0
-    for position, key in enumerate(in_flight, start=1):  # noqa: B007
+    num_before = 0
+    for key in in_flight:
+        num_before += 1
         missing -= key in pending
         if not missing:
             break
-    return position
+    return num_before
 
 
 class PrefillRate:

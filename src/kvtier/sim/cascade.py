@@ -10,11 +10,8 @@ from collections.abc import Sequence
 
 from kvtier.interfaces import CPULoadStoreSpec, OffloadingManager, ReqContext
 from kvtier.keys import OffloadKey
-from kvtier.sim.checks import Checks
-from kvtier.sim.clock import SimulatedClock
-from kvtier.sim.log import EventLog
-from kvtier.sim.scenario import Scenario
-from kvtier.sim.workers import Copy, RankReport, SimulatedWorkers
+from kvtier.sim.workers import Copy, RankReport
+from kvtier.sim.world import World
 
 FIRST_JOB_ID = 1_000_000
 """Its jobs are numbered from here, the engine's below."""
@@ -27,23 +24,17 @@ STAGING_BLOCKS = MAX_BLOCKS * NUM_AREAS
 class SimulatedCascade:
     """Reads blocks of the tier whenever it is asked to. `num_operations` counts its calls."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        manager: OffloadingManager,
-        workers: SimulatedWorkers,
-        clock: SimulatedClock,
-        checks: Checks,
-        log: EventLog,
-    ) -> None:
+    def __init__(self, world: World, manager: OffloadingManager) -> None:
         self._manager = manager
-        self._workers = workers
-        self._clock = clock
-        self._checks = checks
-        self._log = log
-        self._num_ranks = scenario.num_ranks
-        first = scenario.num_engine_blocks
-        self._idle_areas = [range(first + MAX_BLOCKS * area, first + MAX_BLOCKS * (area + 1)) for area in range(2)]
+        self._workers = world.workers
+        self._clock = world.clock
+        self._checks = world.checks
+        self._log = world.log
+        self._num_ranks = world.scenario.num_ranks
+        first = world.scenario.num_engine_blocks
+        self._idle_areas = [
+            range(first + MAX_BLOCKS * area, first + MAX_BLOCKS * (area + 1)) for area in range(NUM_AREAS)
+        ]
         self._begun: dict[int, tuple[Copy, CPULoadStoreSpec, ReqContext, range, list[bool]]] = {}
         self.copies: dict[int, Copy] = {}
         """Jobs that have not been reported by every rank."""
@@ -58,6 +49,7 @@ class SimulatedCascade:
         job_id = FIRST_JOB_ID + len(self._begun)
         context = ReqContext(f"cascade-{job_id}")
         self.num_operations += 1
+        is_shut = self._checks.is_shut
         spec = self._manager.prepare_load(keys, context)
         assert isinstance(spec, CPULoadStoreSpec)
         copy = Copy(
@@ -72,7 +64,7 @@ class SimulatedCascade:
             num_resets=self._checks.num_resets,
             incarnation=self._workers.incarnation,
         )
-        self._checks.load_granted(copy, spec.begin_by_s, self._clock.now_s, self._clock.now_s)
+        self._checks.load_granted(copy, spec.begin_by_s, self._clock.now_s, is_shut)
         self._begun[job_id] = (copy, spec, context, area, [])
         self.copies[job_id] = copy
         self._log.say(f"cascade {job_id} {self._log.names(keys)} slots {copy.slots}")

@@ -8,6 +8,7 @@ from itertools import chain
 from kvtier.errors import InvariantError
 from kvtier.interfaces import ManagerStats, OffloadingManager, Residency
 from kvtier.keys import OffloadKey
+from kvtier.manager.breaker import CircuitBreaker
 from kvtier.sim.scenario import Scenario
 from kvtier.sim.workers import Copy
 
@@ -21,8 +22,9 @@ class Checks:
     Slots in two hands and wrong bytes are found by the workers.
     """
 
-    def __init__(self, scenario: Scenario, manager: OffloadingManager) -> None:
+    def __init__(self, scenario: Scenario, manager: OffloadingManager, breaker: CircuitBreaker | None = None) -> None:
         self._scenario = scenario
+        self._breaker = breaker
         self._manager = manager
         self._universe = sorted(set(chain.from_iterable(scenario.prompts)))
         self._listed: set[OffloadKey] = set()
@@ -58,8 +60,16 @@ class Checks:
 
     # -- grants ----------------------------------------------------------------------------------------------
 
-    def store_granted(self, copy: Copy) -> None:
-        """A store was planned."""
+    @property
+    def is_shut(self) -> bool:
+        """The tier's circuit breaker lets nothing through now."""
+        return self._breaker is not None and self._breaker.is_shut
+
+    def store_granted(self, copy: Copy, begin_by_s: float | None, was_shut: bool) -> None:
+        """A store was planned; `was_shut` is what `is_shut` was before."""
+        self._refuse_while_shut(copy, was_shut)
+        if begin_by_s is not None and begin_by_s > copy.granted_s + self._scenario.store_timeout_s:
+            raise InvariantError(f"store {copy.job_id} may begin until {begin_by_s}, when it was reaped already")
         if len(set(copy.slots)) < len(copy.slots):
             raise InvariantError(f"store {copy.job_id} was granted one slot twice: {list(copy.slots)}")
         self._num_granted += len(copy.keys)
@@ -69,8 +79,9 @@ class Checks:
             self._resets_before[place] = self.num_resets
             self._place_of[key] = place
 
-    def load_granted(self, copy: Copy, begin_by_s: float | None, waits_since_s: float, now_s: float) -> None:
-        """A load was planned, of a request that has waited since `waits_since_s`."""
+    def load_granted(self, copy: Copy, begin_by_s: float | None, waits_since_s: float, was_shut: bool) -> None:
+        """A load was planned, of a request that has waited since `waits_since_s`; `was_shut` as for stores."""
+        self._refuse_while_shut(copy, was_shut)
         for key, place in zip(copy.keys, _places(copy), strict=True):
             what = f"load {copy.job_id} of block {key.hex()} was granted slot {place[0]}, generation {place[1]}"
             if self._place_of.get(key) != place:
@@ -79,7 +90,7 @@ class Checks:
                 raise InvariantError(f"{what}, though a load from there has failed")
             if self._resets_before[place] != self.num_resets:
                 raise InvariantError(f"{what}, from before a reset of the cache")
-        latest_s = max(waits_since_s + self._scenario.deadline_s, now_s + SHORTEST_LOAD_LIMIT_S)
+        latest_s = max(waits_since_s + self._scenario.deadline_s, copy.granted_s + SHORTEST_LOAD_LIMIT_S)
         if begin_by_s is None or begin_by_s > latest_s:
             raise InvariantError(f"load {copy.job_id} may begin until {begin_by_s}; its request waits until {latest_s}")
 
@@ -128,7 +139,7 @@ class Checks:
         self._read_events()
         stats = self._manager.get_stats()
         self._check_counts(stats, copies)
-        if thorough:
+        if thorough and not self.is_shut:
             ready = {key for key in self._universe if self._manager.residency(key) is Residency.READY}
             if ready != self._listed:
                 differing = sorted(key.hex() for key in ready ^ self._listed)
@@ -139,8 +150,14 @@ class Checks:
         stats = self._manager.get_stats()
         if stats.pinned_blocks or stats.in_flight_blocks or stats.condemned_blocks:
             raise InvariantError(f"slots are still held when everything has ended: {stats}")
+        if self.is_shut:
+            raise InvariantError("the tier's circuit breaker is still shut after a long time without failures")
 
     # -- private ---------------------------------------------------------------------------------------------
+
+    def _refuse_while_shut(self, copy: Copy, was_shut: bool) -> None:
+        if was_shut:
+            raise InvariantError(f"job {copy.job_id} was granted while the tier's circuit breaker is shut")
 
     def _read_events(self) -> None:
         for event in self._manager.take_events():

@@ -10,12 +10,9 @@ from kvtier.errors import InvariantError
 from kvtier.interfaces import CPULoadStoreSpec
 from kvtier.keys import OffloadKey
 from kvtier.manager import RequestDriver
-from kvtier.sim.checks import Checks
-from kvtier.sim.clock import SimulatedClock
 from kvtier.sim.engine_blocks import EngineBlocks
-from kvtier.sim.log import EventLog
-from kvtier.sim.scenario import Scenario
-from kvtier.sim.workers import Copy, RankReport, SimulatedWorkers, content
+from kvtier.sim.workers import Copy, RankReport, content
+from kvtier.sim.world import World
 
 FLUSH_S = 0.1
 """How long a preemption waits for stores to begin."""
@@ -48,22 +45,14 @@ class Request:
 class SimulatedEngine:
     """Drives `driver` as an engine does. `num_operations` counts the calls."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        driver: RequestDriver,
-        workers: SimulatedWorkers,
-        clock: SimulatedClock,
-        checks: Checks,
-        log: EventLog,
-    ) -> None:
-        self._scenario = scenario
+    def __init__(self, world: World, driver: RequestDriver) -> None:
+        self._scenario = world.scenario
         self._driver = driver
-        self._workers = workers
-        self._clock = clock
-        self._checks = checks
-        self._log = log
-        self._blocks = EngineBlocks(scenario.num_engine_blocks)
+        self._workers = world.workers
+        self._clock = world.clock
+        self._checks = world.checks
+        self._log = world.log
+        self._blocks = EngineBlocks(world.scenario.num_engine_blocks)
         self.weights = 0
         self._num_added = 0
         self.waiting: list[Request] = []
@@ -202,12 +191,13 @@ class SimulatedEngine:
 
     def _load(self, request: Request, first: int, count: int) -> None:
         self.num_operations += 1
+        is_shut = self._checks.is_shut
         plan = self._driver.plan_load(request.req_id, first, count)
         copy = self._copy_of(plan.job_id, False, plan.spec, request.blocks[first : first + count])
         if list(copy.keys) != list(request.path[first : first + count]):
             raise InvariantError(f"load {plan.job_id} is not of the blocks that were asked for")
         now_s, since_s = self._clock.now_s, request.waits_since_s
-        self._checks.load_granted(copy, plan.spec.begin_by_s, now_s if since_s is None else since_s, now_s)
+        self._checks.load_granted(copy, plan.spec.begin_by_s, now_s if since_s is None else since_s, is_shut)
         self._loading[plan.job_id] = request
         request.phase = Phase.LOADING
         self._submit(copy, request, plan.spec.begin_by_s)
@@ -272,14 +262,15 @@ class SimulatedEngine:
 
     def _store(self, request: Request) -> None:
         self.num_operations += 1
+        is_shut = self._checks.is_shut
         plan = self._driver.plan_store(request.req_id, request.num_computed)
         if plan is None:
             return
         copy = self._copy_of(plan.job_id, True, plan.spec, [request.blocks[at] for at in plan.blocks])
         if list(copy.keys) != [request.path[at] for at in plan.blocks]:
             raise InvariantError(f"store {plan.job_id} is not of the blocks that were offered")
-        self._checks.store_granted(copy)
-        self._submit(copy, request, None)
+        self._checks.store_granted(copy, plan.spec.begin_by_s, is_shut)
+        self._submit(copy, request, plan.spec.begin_by_s)
 
     def _begin_again(self, request: Request) -> None:
         self.num_operations += 1

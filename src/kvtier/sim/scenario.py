@@ -1,4 +1,4 @@
-"""What one seed stands for: sizes, speeds, traffic and faults. Drawn, not measured: corners are wanted, not averages."""
+"""What one seed stands for: sizes, speeds, traffic and faults. Drawn for their corners, not for their averages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from kvtier.policy import POLICIES
 
 BLOCK_BYTES = 1_000
 """What a block counts for in the speed of a transfer; the bytes that really move are fewer."""
+
+
+Prompt = tuple[OffloadKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,11 @@ class Scenario:
     """The reuse filter is `FilterReusedOffloadingManager` around the manager, instead of the manager's own."""
     deadline_s: float
     store_timeout_s: float
+    recompute_blocks_per_s: float | None
+    """What the manager is told of the engine's speed, so that it declines waits that are not worth it."""
+    breaker_failures: int
+    """Failures in a row that shut the tier off; 0: it has no circuit breaker."""
+    breaker_cooldown_s: float
     num_ranks: int
     num_lanes: int
     slice_blocks: int
@@ -80,7 +88,7 @@ class Scenario:
     """Probability that a step does not offer what it computed: the next one does."""
     flush_on_preempt: bool
     """The engine waits for a preempted request's stores, as vLLM does, instead of keeping their blocks."""
-    prompts: tuple[tuple[OffloadKey, ...], ...]
+    prompts: tuple[Prompt, ...]
     """Paths through one tree of prefixes, the most popular first."""
     faults: FaultRates
 
@@ -117,6 +125,9 @@ _WORSE_TOGETHER = (
 """Kinds that need each other to do harm."""
 
 
+BREAKER_MAX_COOLDOWN_S = 4.0
+
+
 def draw_scenario(rng: Random, policy: str | None = None) -> Scenario:
     """A scenario from `rng` (advanced); `policy` instead of the drawn one."""
     depth = rng.choice((3, 6, 12))
@@ -131,6 +142,9 @@ def draw_scenario(rng: Random, policy: str | None = None) -> Scenario:
         filter_outside=rng.random() < 0.3,
         deadline_s=rng.choice((0.0, 0.05, 0.3, 1.0, 5.0)),
         store_timeout_s=rng.choice((0.2, 0.5, 2.0, 30.0)),
+        recompute_blocks_per_s=rng.choice((None, None, 10.0, 200.0)),
+        breaker_failures=rng.choice((0, 0, 1, 3)),
+        breaker_cooldown_s=rng.choice((0.05, 0.5)),
         num_ranks=rng.choice((1, 1, 2, 3)),
         num_lanes=rng.randint(1, 3),
         slice_blocks=rng.choice((1, 4, 1_000)),
@@ -167,10 +181,10 @@ def _draw_faults(rng: Random) -> FaultRates:
     return FaultRates(**{name: min(0.5, getattr(heavy, name)) for name in chosen})
 
 
-def _draw_prompts(rng: Random, num_prompts: int, depth: int) -> tuple[tuple[OffloadKey, ...], ...]:
-    prompts: list[tuple[OffloadKey, ...]] = []
+def _draw_prompts(rng: Random, num_prompts: int, depth: int) -> tuple[Prompt, ...]:
+    prompts: list[Prompt] = []
     for _ in range(num_prompts):
-        shared = ()
+        shared: Prompt = ()
         if prompts and rng.random() < 0.8:
             shared = rng.choice(prompts)
             shared = shared[: rng.randint(0, len(shared))]

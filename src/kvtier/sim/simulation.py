@@ -15,6 +15,7 @@ from kvtier.errors import ConfigurationError, InvariantError, SimulationError
 from kvtier.interfaces import OffloadingManager, Residency
 from kvtier.keys import OffloadKey
 from kvtier.manager import CPUOffloadingManager, FilterReusedOffloadingManager, RequestDriver
+from kvtier.manager.breaker import CircuitBreaker
 from kvtier.policy import POLICIES
 from kvtier.sim.cascade import FIRST_JOB_ID, STAGING_BLOCKS, SimulatedCascade
 from kvtier.sim.checks import Checks
@@ -22,8 +23,9 @@ from kvtier.sim.clock import SimulatedClock
 from kvtier.sim.engine import Phase, SimulatedEngine
 from kvtier.sim.faults import Faults, ReportChannel
 from kvtier.sim.log import EventLog
-from kvtier.sim.scenario import Scenario, draw_scenario
+from kvtier.sim.scenario import BREAKER_MAX_COOLDOWN_S, Scenario, draw_scenario
 from kvtier.sim.workers import Copy, RankReport, SimulatedWorkers
+from kvtier.sim.world import World
 from kvtier.transfers.jobs import TransferOutcome
 
 MIN_OPERATIONS = 1_000
@@ -67,6 +69,7 @@ class Simulation:
         fault_rng = Random(f"faults {seed}")
         self.log = EventLog(seed, write)
         self.clock = SimulatedClock()
+        breaker = _make_breaker(scenario)
         self.manager = CPUOffloadingManager(
             scenario.num_slots,
             scenario.policy,
@@ -75,17 +78,20 @@ class Simulation:
             max_tracker_size=scenario.max_tracker_size,
             deadline_s=scenario.deadline_s,
             store_timeout_s=scenario.store_timeout_s,
+            breaker=breaker,
         )
         front: OffloadingManager = self.manager
         if scenario.filter_outside:
             front = FilterReusedOffloadingManager(front, scenario.store_threshold, scenario.max_tracker_size)
         self.driver = RequestDriver(front, scenario.num_ranks)
+        front.tell_recompute_rate(scenario.recompute_blocks_per_s)
         self.faults = Faults(scenario, fault_rng, self.log)
         self._channel = ReportChannel(self.faults, self.clock, fault_rng, self.log)
         self._workers = SimulatedWorkers(scenario, self.clock, self.faults.disturb, STAGING_BLOCKS)
-        self._checks = Checks(scenario, self.manager)
-        self.engine = SimulatedEngine(scenario, self.driver, self._workers, self.clock, self._checks, self.log)
-        self.cascade = SimulatedCascade(scenario, front, self._workers, self.clock, self._checks, self.log)
+        self._checks = Checks(scenario, self.manager, breaker)
+        world = World(scenario, self.clock, self._workers, self._checks, self.log)
+        self.engine = SimulatedEngine(world, self.driver)
+        self.cascade = SimulatedCascade(world, front)
         self.log.say(f"scenario {_describe(scenario)}")
 
     def run(self, num_operations: int) -> None:
@@ -153,7 +159,9 @@ class Simulation:
     def _check(self, thorough: bool) -> None:
         self._checks.step_ended(self._open_copies, thorough)
         if len(self.driver.jobs) != len(self.engine.copies):
-            raise InvariantError(f"the driver has {len(self.driver.jobs)} open jobs, the engine {len(self.engine.copies)}")
+            raise InvariantError(
+                f"the driver has {len(self.driver.jobs)} open jobs, the engine {len(self.engine.copies)}"
+            )
 
     def _ready_part_of(self, prompt: Sequence[OffloadKey]) -> list[OffloadKey]:
         ready = [key for key in prompt if self.manager.residency(key) is Residency.READY]
@@ -168,7 +176,7 @@ class Simulation:
         """
         unfinished = self.engine.workers_died()
         self.engine.num_operations += 1
-        self.manager.writers_died()
+        self.driver.manager.writers_died()
         self._checks.writers_died(self._open_copies)
         for copy in unfinished:
             if copy.is_store and self._rng.random() < 0.5:
@@ -193,9 +201,11 @@ class Simulation:
             waiting = [f"{r.req_id} {r.phase.value}" for r in self.engine.requests if r.phase is not Phase.ENDED]
             raise InvariantError(f"no end after {MAX_DRAIN_STEPS} steps without faults: {waiting or 'jobs are left'}")
         self._pass_time(self.scenario.store_timeout_s)
+        for _ in range(2):  # whatever the breaker waits for
+            self._pass_time(BREAKER_MAX_COOLDOWN_S)
         self._check(thorough=True)
         self.engine.workers_died()
-        self.manager.writers_died()
+        self.driver.manager.writers_died()
         self._checks.writers_died(self._open_copies)
         self._check(thorough=True)
         self._checks.run_ended()
@@ -253,6 +263,12 @@ def replay_command(seed: int, num_operations: int = MIN_OPERATIONS, policy: str 
     operations = "" if num_operations == MIN_OPERATIONS else f" --operations {num_operations}"
     chosen = "" if policy is None else f" --policy {policy}"
     return f"kvtier simulate --seeds {seed}:{seed + 1}{operations}{chosen} --log -"
+
+
+def _make_breaker(scenario: Scenario) -> CircuitBreaker | None:
+    if not scenario.breaker_failures:
+        return None
+    return CircuitBreaker(scenario.breaker_failures, scenario.breaker_cooldown_s, BREAKER_MAX_COOLDOWN_S)
 
 
 def _describe(scenario: Scenario) -> str:

@@ -167,8 +167,8 @@ class SimulatedWorkers:
             for key, block, slot in zip(copy.keys, copy.blocks, copy.slots, strict=True):
                 if memory[block] != content(key, copy.weights, rank):
                     raise InvariantError(
-                        f"wrong bytes: load {copy.job_id} of block {key.hex()} from slot {slot} is said to be done, and "
-                        f"rank {rank} has {_describe(memory[block])} in engine block {block}"
+                        f"wrong bytes: load {copy.job_id} of block {key.hex()} from slot {slot} is said to be "
+                        f"done, and rank {rank} has {_describe(memory[block])} in engine block {block}"
                     )
 
     # -- hands -----------------------------------------------------------------------------------------------
