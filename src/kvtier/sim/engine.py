@@ -88,6 +88,10 @@ class SimulatedEngine:
         self.waiting.append(request)
         self._log.say(f"adds {request.req_id} {self._log.names(path)} {num_prompt}")
 
+    def forget(self) -> None:
+        """Other traffic takes the idle blocks: nothing is found in the engine any more."""
+        self._blocks.forget_all()
+
     def step(self, lags: bool, cut_to: int) -> None:
         """One step of the scheduler: starts what can start, computes, stores.
 

@@ -77,6 +77,8 @@ class Scenario:
     store_bytes_per_s: float
     step_s: float
     num_engine_blocks: int
+    engine_forgets: float
+    """Probability that other traffic takes the engine's idle blocks, each step."""
     blocks_per_step: int
     max_running: int
     max_requests: int
@@ -137,7 +139,7 @@ def draw_scenario(rng: Random, policy: str | None = None) -> Scenario:
     return Scenario(
         policy=policy or drawn_policy,
         num_slots=num_slots,
-        store_threshold=rng.choice((0, 0, 0, 2, 3)),
+        store_threshold=rng.choice((0, 0, 0, 0, 2, 3)),
         max_tracker_size=rng.choice((4, 64, 64_000)),
         filter_outside=rng.random() < 0.3,
         deadline_s=rng.choice((0.0, 0.05, 0.3, 1.0, 5.0)),
@@ -154,6 +156,7 @@ def draw_scenario(rng: Random, policy: str | None = None) -> Scenario:
         store_bytes_per_s=BLOCK_BYTES * rng.choice((10.0, 100.0, 5_000.0)),
         step_s=rng.choice((0.005, 0.02, 0.06)),
         num_engine_blocks=depth + rng.choice((0, 2, 6, 12, 12)),
+        engine_forgets=rng.choice((0.0, 0.1, 0.4)),
         blocks_per_step=rng.choice((1, 2, 4, 100)),
         max_running=rng.randint(1, 6),
         max_requests=rng.choice((2, 6, 16)),

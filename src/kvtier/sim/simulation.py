@@ -132,6 +132,8 @@ class Simulation:
         for kind in ("reset", "new_weights"):
             if strikes(kind):
                 engine.reset(new_weights=kind == "new_weights")
+        if rng.random() < self.scenario.engine_forgets:
+            engine.forget()
         requests = engine.requests
         if requests and strikes("abort"):
             engine.abort(rng.choice(requests), cancels=rng.random() < 0.5)
@@ -245,6 +247,8 @@ def simulate(
         simulation = Simulation(seed, policy, write)
         try:
             simulation.run(num_operations)
+        except OSError:  # of `write`
+            raise
         except Exception as error:
             what = str(error) if isinstance(error, InvariantError) else f"{type(error).__name__}: {error}"
             command = replay_command(seed, num_operations, policy)
