@@ -188,6 +188,19 @@ def test_shutdown_ends_stalls(bench):
     assert [outcome.reason for outcome in made.worker.poll()] == ["shutdown"]
 
 
+def test_faults_can_be_turned_off_and_on(bench):
+    made = bench(stall=1.0, stall_s=10_000.0, delay=1.0, delay_s=10_000.0)
+    made.submit(0)
+    made.worker.faults_off()
+    assert [outcome.success for outcome in flat(made.polls_until_idle())] == [True]
+    made.worker.faults_on()
+    made.submit(1)
+    made.worker.wait({1}, give_up_after_s=0.0)
+    assert flat(made.polls_until_idle()) == []
+    made.worker.faults_off()
+    assert [outcome.reason for outcome in made.worker.poll()] == ["flushed"]
+
+
 def test_the_inner_hook_is_called_for_what_is_let_through(bench):
     made = bench(seed=2, fail=0.5)
     seen = []

@@ -104,7 +104,10 @@ class _Held:
 
 
 class FaultyWorker:
-    """`inner` with faults. Threads, order and deadlines are the inner worker's; `dealt` counts faults by kind."""
+    """`inner` with faults. Threads, order and deadlines are the inner worker's; `dealt` counts faults by kind.
+
+    Faults are on from the beginning. While they are off nothing goes wrong, and what was held back is given.
+    """
 
     def __init__(self, inner: Worker, faults: WorkerFaults, clock: Callable[[], float] = time.monotonic) -> None:
         self.inner = inner
@@ -114,7 +117,7 @@ class FaultyWorker:
         """As the inner worker's: called before a copy that the faults have let through."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
+        self._calm = threading.Event()
         self._pool: npt.NDArray[np.uint8] | None = None
         self._slots: dict[int, int] = {}
         """First slot of each store that will be corrupted."""
@@ -141,11 +144,11 @@ class FaultyWorker:
             self._treat(outcome, now_s, given)
         has_another = bool(given)
         for held in list(self._held):
-            if held.due_s <= now_s or (held.until_another and has_another):
+            if held.due_s <= now_s or (held.until_another and has_another) or self._calm.is_set():
                 self._held.remove(held)
                 (repeats if held.is_repeat else given).append(held.outcome)
         for outcome in given:
-            if self._deals("duplicate", outcome) is not None:
+            if self._deals("duplicate", outcome.job_id) is not None:
                 self._held.append(_Held(outcome, now_s, is_repeat=True))
         return given + repeats
 
@@ -162,48 +165,50 @@ class FaultyWorker:
 
     def shutdown(self) -> None:
         """As the inner worker's. Stalls end; what is held back can still be polled."""
-        self._stopping.set()
+        self._calm.set()
         self.inner.shutdown()
         self._pool = None
+
+    def faults_on(self) -> None:
+        """From now on things go wrong (again)."""
+        self._calm.clear()
+
+    def faults_off(self) -> None:
+        """Nothing more goes wrong, and stalls end."""
+        self._calm.set()
 
     # -- private ---------------------------------------------------------------------------------------------
 
     def _before_copy(self, job: TransferJob) -> None:
         """On a copy thread."""
-        faults, job_id = self.faults, job.job_id
-        if (hard := faults.draw("stall", job_id)) is not None:
-            self._count("stall")
-            self._stopping.wait(hard * faults.stall_s)
-        if faults.draw("fail", job_id) is not None:
-            self._count("fail")
+        if (hard := self._deals("stall", job.job_id)) is not None:
+            self._calm.wait(hard * self.faults.stall_s)
+        if self._deals("fail", job.job_id) is not None:
             raise TransferError(REASON_INJECTED)
         if self.before_copy is not None:
             self.before_copy(job)
 
     def _treat(self, outcome: TransferOutcome, now_s: float, given: list[TransferOutcome]) -> None:
         """An outcome of the inner worker: lost, held back, or given, and changed before."""
-        if self._deals("drop" if outcome.is_store else "drop_load", outcome) is not None:
+        if self._deals("drop" if outcome.is_store else "drop_load", outcome.job_id) is not None:
             return
         slot = self._slots.pop(outcome.job_id, None)
         if outcome.success:
-            if slot is not None and self._pool is not None:
-                self._count("corrupt")
+            if slot is not None and self._pool is not None and self._deals("corrupt", outcome.job_id) is not None:
                 self._pool[slot, 0] ^= 0xFF
-            if self._deals("fail_after", outcome) is not None:
+            if self._deals("fail_after", outcome.job_id) is not None:
                 outcome = replace(outcome, success=False, num_bytes=0, reason=REASON_INJECTED)
-        if (hard := self._deals("delay", outcome)) is not None:
+        if (hard := self._deals("delay", outcome.job_id)) is not None:
             self._held.append(_Held(outcome, now_s + hard * self.faults.delay_s))
-        elif self._deals("reorder", outcome) is not None:
+        elif self._deals("reorder", outcome.job_id) is not None:
             self._held.append(_Held(outcome, now_s + self.faults.reorder_s, until_another=True))
         else:
             given.append(outcome)
 
-    def _deals(self, kind: str, outcome: TransferOutcome) -> float | None:
-        hard = self.faults.draw(kind, outcome.job_id)
+    def _deals(self, kind: str, job_id: int) -> float | None:
+        """How hard this fault strikes the job now, if at all. Counts it."""
+        hard = None if self._calm.is_set() else self.faults.draw(kind, job_id)
         if hard is not None:
-            self._count(kind)
+            with self._lock:
+                self.dealt[kind] += 1
         return hard
-
-    def _count(self, kind: str) -> None:
-        with self._lock:
-            self.dealt[kind] += 1
