@@ -17,8 +17,8 @@ from kvtier.policy import POLICIES
 from kvtier.sim import FaultRates, replay_command, simulate
 from kvtier.sim.simulation import Simulation
 
-CI_SEEDS = 250
-CI_OPERATIONS = 250_000
+CI_SEEDS = 500
+CI_OPERATIONS = 500_000
 
 
 def log_of(seed: int, policy: str | None = None) -> list[str]:

@@ -87,6 +87,7 @@ class SimulatedCascade:
         self._manager.complete_load(copy.keys, context, success=not failed, spec=spec)
         if ended_before:
             return
+        self._manager.touch(copy.keys, context)
         self._manager.on_request_finished(context)
         del self.copies[job_id]
         self._idle_areas.append(area)
