@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +17,7 @@ from kvtier.manager.requests import RequestState
 from kvtier.policy import POLICIES
 from kvtier.sim import FaultRates, replay_command, simulate
 from kvtier.sim.simulation import Simulation
+from kvtier.sim.workers import SimulatedWorkers
 
 CI_SEEDS = 500
 CI_OPERATIONS = 500_000
@@ -135,6 +137,18 @@ def test_a_slot_in_two_hands_is_seen(monkeypatch):
             if "in two hands" in error.what:
                 return
     pytest.fail("nothing of the kind was seen")
+
+
+def test_a_run_in_which_nothing_moves_ends(monkeypatch):
+    take_reports = SimulatedWorkers.take_reports
+    monkeypatch.setattr(
+        SimulatedWorkers,
+        "take_reports",
+        lambda self: [report for report in take_reports(self) if report.outcome.is_store],
+    )
+    what = find().what
+    assert "nothing has happened" in what or "no end" in what
+    assert re.search(r"requests: r\d+ (loading|waiting).*open jobs: \[\d+", what)
 
 
 def test_an_exception_is_a_broken_promise(monkeypatch):

@@ -20,7 +20,7 @@ from kvtier.policy import POLICIES
 from kvtier.sim.cascade import FIRST_JOB_ID, STAGING_BLOCKS, SimulatedCascade
 from kvtier.sim.checks import Checks
 from kvtier.sim.clock import SimulatedClock
-from kvtier.sim.engine import Phase, SimulatedEngine
+from kvtier.sim.engine import SimulatedEngine
 from kvtier.sim.faults import Faults, ReportChannel
 from kvtier.sim.log import EventLog
 from kvtier.sim.scenario import BREAKER_MAX_COOLDOWN_S, Scenario, draw_scenario
@@ -33,6 +33,8 @@ MIN_OPERATIONS = 1_000
 MAX_DRAIN_STEPS = 4_000
 """Without new requests and new faults, everything has ended after so many steps."""
 DRAIN_STEP_S = 0.1
+MAX_IDLE_S = 600.0
+"""Longer than any stalls and delays of one job together: something happens within this time."""
 THOROUGH_EVERY = 8
 
 Write = Callable[[str], object]
@@ -99,7 +101,12 @@ class Simulation:
 
         Raises InvariantError, or whatever the simulated code raises.
         """
+        made_before, made_s = 0, 0.0
         while self.num_operations < num_operations:
+            if self.num_operations > made_before:
+                made_before, made_s = self.num_operations, self.clock.now_s
+            elif self.clock.now_s - made_s > MAX_IDLE_S:
+                raise InvariantError(f"nothing has happened for {MAX_IDLE_S:g} s; {self._what_is_left()}")
             self._pass_time(self.faults.long_time_s() if self.faults.strikes("jump") else self.scenario.step_s)
             self._deliver()
             self._let_things_happen()
@@ -200,8 +207,7 @@ class Simulation:
             self.engine.step(lags=False, cut_to=1_000_000)
             self._check(thorough=False)
         else:
-            waiting = [f"{r.req_id} {r.phase.value}" for r in self.engine.requests if r.phase is not Phase.ENDED]
-            raise InvariantError(f"no end after {MAX_DRAIN_STEPS} steps without faults: {waiting or 'jobs are left'}")
+            raise InvariantError(f"no end after {MAX_DRAIN_STEPS} steps without faults; {self._what_is_left()}")
         self._pass_time(self.scenario.store_timeout_s)
         for _ in range(2):  # whatever the breaker waits for
             self._pass_time(BREAKER_MAX_COOLDOWN_S)
@@ -212,6 +218,10 @@ class Simulation:
         self._check(thorough=True)
         self._checks.run_ended()
         self.log.say(f"ends after {self.num_operations} operations and {self.faults.dealt.total()} faults")
+
+    def _what_is_left(self) -> str:
+        requests = ", ".join(f"{request.req_id} {request.phase.value}" for request in self.engine.requests)
+        return f"requests: {requests or 'none'}; open jobs: {sorted(copy.job_id for copy in self._open_copies)}"
 
     def _is_idle(self) -> bool:
         """Nothing is left but stores whose reports are lost."""
