@@ -14,7 +14,7 @@ import kvtier
 
 FOUND = 3
 _BRIEF = settings(
-    max_examples=60,
+    max_examples=80,
     stateful_step_count=100,
     deadline=None,
     database=None,
@@ -60,8 +60,9 @@ FINDERS = {"driver machine": driver_machine, "manager machine": manager_machine,
 
 def main(name):
     assert str(Path(kvtier.__file__).parents[1]) == os.environ["KVTIER_UNDER_TEST"], kvtier.__file__
+    look = FINDERS[name]
     try:
-        FINDERS[name]()
+        look()
     except Exception as error:
         print(f"{type(error).__name__}: {error}".splitlines()[0])
         sys.exit(FOUND)

@@ -1,16 +1,18 @@
 """Seeded bugs are found: otherwise the state machines and the simulation would prove nothing."""
 
 import pytest
-from mutant_hunt import apply, finders, hunt, read_table
+from mutant_hunt import PACKAGE, apply, finders, hunt, read_table
 from mutant_list import MUTANTS, Mutant
 
 UNCHANGED = Mutant("unchanged", "keys.py", "def make_offload_key", "def make_offload_key", "nothing is wrong")
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
-def test_mutant_fits_the_source(mutant, tmp_path):
+def test_list_fits_the_source():
     """So that a list that has rotted is noticed by the fast tests already."""
-    apply(mutant, tmp_path)
+    sources = {mutant.module: (PACKAGE / mutant.module).read_text() for mutant in MUTANTS}
+    times = {mutant.name: sources[mutant.module].count(mutant.old) for mutant in MUTANTS}
+    assert times == {mutant.name: 1 for mutant in MUTANTS}
+    assert len(times) == len(MUTANTS) >= 20
 
 
 def test_table_names_every_mutant_and_only_finders():

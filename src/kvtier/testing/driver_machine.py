@@ -114,11 +114,15 @@ class DriverMachine(RuleBasedStateMachine):
             self.world.extend_request(chosen, _GENERATED[num_generated : num_generated + blocks])
 
     @precondition(lambda self: self.world.requests)
-    @rule(request=_requests)
-    def preempt(self, request: int) -> None:
+    @rule(request=_requests, resumes=st.booleans())
+    def preempt(self, request: int, resumes: bool) -> None:
+        """The engine needs the request's blocks, and may compute it again soon."""
         chosen = self._request(request)
         if self.world.may_preempt(chosen):
+            num_computed = chosen.num_computed
             self.world.preempt(chosen)
+            if resumes:
+                self.world.store(chosen, num_computed)
 
     @precondition(lambda self: self.world.requests)
     @rule(request=_requests, cancels=st.booleans())
