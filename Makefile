@@ -48,6 +48,7 @@ check: $(VENV)/.dev  ## lint, types, imports, fast tests: under two minutes
 
 bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside memcpy
 	$(BIN)/python benchmarks/manager.py $(if $(TRACE),--trace $(TRACE))
+	$(BIN)/python benchmarks/deferral.py
 	$(BIN)/python benchmarks/copies.py
 
 clean:  ## removes the virtual environment and caches
