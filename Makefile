@@ -50,6 +50,7 @@ check: $(VENV)/.dev  ## lint, types, imports, fast tests: under two minutes
 
 bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside memcpy
 	$(BIN)/python benchmarks/manager.py $(if $(TRACE),--trace $(TRACE))
+	$(BIN)/python benchmarks/deferral.py
 	$(BIN)/python benchmarks/copies.py
 
 soak: $(VENV)/.dev  ## ten million operations of the simulation (minutes)
