@@ -148,7 +148,7 @@ def print_table(trace: Trace, settings: ReplaySettings, cells: Sequence[Cell], h
     from kvtier.sim.sizes import format_bytes
 
     console = Console(highlight=False, width=max(Console().width, MIN_TABLE_WIDTH))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     headers = ["policy", "cache", "% of\nblocks", "block\nhits", "token\nhits", "GPU s\nsaved", "loaded", "stored"]
     if settings.engine_blocks:
         headers.insert(4, "of these\nin engine")

@@ -113,8 +113,11 @@ def line_chart(
     marks: Sequence[Mark] = (),
     legend: bool = False,
 ) -> str:
-    """An `<svg>` with one line a series, named at its end, or in a legend where the ends are at one place. y begins at 0; points without an x > 0 are left out of
-    a logarithmic axis. Values under the pointer show as tooltips where a series has dots."""
+    """An `<svg>` with one line a series, named at its end, or in a legend where the ends are at one place.
+
+    y begins at 0; points without an x > 0 are left out of a logarithmic axis. Values under the pointer show as
+    tooltips where a series has dots.
+    """
     series = [one for one in series if len(one.xs)]
     xs = [x for one in series for x in one.xs if x > 0 or not log_x] or [1.0]
     ys = [y for one in series for y in (*one.ys, *one.high)] or [1.0]
