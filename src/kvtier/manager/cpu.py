@@ -163,11 +163,13 @@ class CPUOffloadingManager(OffloadingManager):
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         if missing > 0:
-            victims = evict_for_all(self.policy, missing, protected_from(self._index, own, new), request)
+            victims = evict_for_all(self.policy, new, missing, protected_from(self._index, own, new), request)
             if victims is None:
                 self._counters["refused_blocks"] += len(new)
                 return None
             evicted = victims
+            if len(evicted) < missing:
+                own, new = self._shed(keys, new, len(new) - missing + len(evicted))
         return self._grant(own, new, evicted, request, req_context)
 
     def prepare_store_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
@@ -183,12 +185,10 @@ class CPUOffloadingManager(OffloadingManager):
         if request.shed:
             fitting = 0
         elif missing > 0:
-            evicted = evict_for_prefix(self.policy, missing, protected_from(self._index, own, new), request)
+            evicted = evict_for_prefix(self.policy, new, missing, protected_from(self._index, own, new), request)
             fitting -= missing - len(evicted)
         if fitting < len(new):
-            self._counters["shed_blocks"] += len(new) - fitting
-            own = dict.fromkeys(keys[: keys.index(new[fitting])])
-            new = new[:fitting]
+            own, new = self._shed(keys, new, fitting)
         return self._grant(own, new, evicted, request, req_context)
 
     def complete_store(
@@ -343,6 +343,13 @@ class CPUOffloadingManager(OffloadingManager):
             new = self._filter.admitted(new)
             self._counters["filtered_blocks"] += num_offered - len(new)
         return new
+
+    def _shed(
+        self, keys: list[OffloadKey], new: list[OffloadKey], fitting: int
+    ) -> tuple[dict[OffloadKey, None], list[OffloadKey]]:
+        """Of the offered `keys`, and of the `new` ones among them, those that are not behind the first `fitting`."""
+        self._counters["shed_blocks"] += len(new) - fitting
+        return dict.fromkeys(keys[: keys.index(new[fitting])]), new[:fitting]
 
     def _grant(
         self,
