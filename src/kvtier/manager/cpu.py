@@ -155,41 +155,41 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         keys = list(keys)
-        own = dict.fromkeys(keys)
-        if len(own) < len(keys):
+        distinct = set(keys)
+        if len(distinct) < len(keys):
             raise completions.named_twice(keys)
         request: RequestState = req_context._states.get(self) or self._request(req_context)
-        new = self._storable(keys)
+        new = self._storable(keys, distinct)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         if missing > 0:
-            victims = evict_for_all(self.policy, missing, protected_from(self._index, own, new), request)
+            victims = evict_for_all(self.policy, missing, protected_from(self._index, distinct, new), request)
             if victims is None:
                 self._counters["refused_blocks"] += len(new)
                 return None
             evicted = victims
-        return self._grant(own, new, evicted, request, req_context)
+        return self._grant(keys, new, evicted, request, req_context)
 
     def prepare_store_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         keys = list(keys)
-        own = dict.fromkeys(keys)
-        if len(own) < len(keys):
+        distinct = set(keys)
+        if len(distinct) < len(keys):
             raise completions.named_twice(keys)
         request: RequestState = req_context._states.get(self) or self._request(req_context)
-        new = self._storable(keys)
+        new = self._storable(keys, distinct)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         fitting = len(new)
         if request.shed:
             fitting = 0
         elif missing > 0:
-            evicted = evict_for_prefix(self.policy, missing, protected_from(self._index, own, new), request)
+            evicted = evict_for_prefix(self.policy, missing, protected_from(self._index, distinct, new), request)
             fitting -= missing - len(evicted)
         if fitting < len(new):
             self._counters["shed_blocks"] += len(new) - fitting
-            own = dict.fromkeys(keys[: keys.index(new[fitting])])
+            keys = keys[: keys.index(new[fitting])]
             new = new[:fitting]
-        return self._grant(own, new, evicted, request, req_context)
+        return self._grant(keys, new, evicted, request, req_context)
 
     def complete_store(
         self,
@@ -243,7 +243,8 @@ class CPUOffloadingManager(OffloadingManager):
             self.policy.settle(reversed(request.accessed), request.inserted)
         if request.loads:
             # only its open loads are still of interest
-            req_context._states[self] = RequestState(request.loads)
+            rest = req_context._states[self] = RequestState()
+            rest.loads = request.loads
         else:
             del req_context._states[self]
 
@@ -261,8 +262,8 @@ class CPUOffloadingManager(OffloadingManager):
     def advance(self, now_s: float) -> None:
         if now_s <= self._now_s:
             return
-        if self._now_s == -math.inf:
-            self._ages.time_begins(now_s)
+        # what began before the time was first told begins to age now
+        self._ages.note(now_s if self._now_s == -math.inf else self._now_s, self._index.num_allocations)
         self._now_s = now_s
         if not self._in_flight:
             self._ages.forget()
@@ -333,9 +334,11 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["expired_requests"] += 1
         return may_wait
 
-    def _storable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+    def _storable(self, keys: list[OffloadKey], distinct: set[OffloadKey]) -> list[OffloadKey]:
         """Those of `keys` that are neither stored nor in flight and that the filter admits, in order."""
-        new = list(filterfalse(self._ready.__contains__, keys))
+        new = keys
+        if not self._ready.keys().isdisjoint(distinct):
+            new = list(filterfalse(self._ready.__contains__, keys))
         if self._in_flight:
             new = list(filterfalse(self._in_flight.__contains__, new))
         if self._filter is not None:
@@ -346,12 +349,13 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _grant(
         self,
-        own: dict[OffloadKey, None],
+        keys: list[OffloadKey],
         new: list[OffloadKey],
         evicted: list[OffloadKey],
         request: RequestState,
         req_context: ReqContext,
     ) -> PrepareStoreOutput:
+        """Stores `new`, which are what is to be stored of `keys`, in place of `evicted`."""
         if self._filter is not None:
             self._filter.note_prepared(req_context)
         index = self._index
@@ -360,22 +364,17 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["evicted_blocks"] += len(evicted)
             if self._events is not None:
                 self._emit(evicted, removed=True)
-        if len(new) == len(own):
-            request.note_inserted(own)
-        else:
-            inserted = dict.fromkeys(new)
-            if self._filter is not None:
-                own = {key: None for key in own if key in inserted or index.state_of(key) is not None}
-            # in prefix order, also where stored and new blocks alternate
-            request.note_reused(own)
-            request.note_inserted(inserted)
+        if len(new) < len(keys):
+            # the new ones too, so that all are in prefix order where stored and new blocks alternate
+            stored = set(new)
+            request.note_reused({key: None for key in keys if key in stored or index.state_of(key) is not None})
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted)
-        slots, generation = index.allocate(new)
+        slot_of, slots, generation = index.allocate(new)
         self.policy.insert(new)
+        request.note_inserted(slot_of)
         if not request.introduced and len(request.accessed) > 2 * index.num_slots + 1024:
             request.keep_only(lambda key: index.state_of(key) is not None)
-        self._ages.note(self._now_s, generation)
         return PrepareStoreOutput(new.copy(), CPULoadStoreSpec(slots, [generation] * len(slots), new), evicted)
 
     def _withdraw(self, keys: list[OffloadKey]) -> None:
@@ -386,9 +385,10 @@ class CPUOffloadingManager(OffloadingManager):
         self.policy.remove(keys)
         self._emit(keys, removed=True)
 
-    def _reap(self, last_overdue: float) -> None:
+    def _reap(self, last_overdue: int) -> None:
         """Condemns the stores in flight of this generation and older."""
-        overdue = [key for key, write in self._in_flight.items() if write.generation <= last_overdue]
+        generations = self._index.generations
+        overdue = [key for key, slot in self._in_flight.items() if generations[slot] <= last_overdue]
         if overdue:
             self._index.condemn_writes(overdue)
             self.policy.remove(overdue)

@@ -12,7 +12,7 @@ from kvtier.manager.requests import RequestState
 Protected = list[Container[OffloadKey]]
 
 
-def protected_from(index: BlockIndex, own: dict[OffloadKey, None], new: list[OffloadKey]) -> Protected:
+def protected_from(index: BlockIndex, own: set[OffloadKey], new: list[OffloadKey]) -> Protected:
     """What no store of the keys `own`, of which `new` are to be stored, may evict."""
     protected: Protected = []
     if index.pins:

@@ -9,11 +9,11 @@ bounded by the capacity alone, so that a batch as large as the cache still leave
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain, filterfalse
+from itertools import chain, filterfalse, repeat, starmap
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
-from kvtier.policy.recency import RecencyQueue, append, consume, discard, least_recent
+from kvtier.policy.recency import RecencyQueue, append, consume, discard, least_recent, pop_first, put_back
 
 
 class ARCCachePolicy(CachePolicy):
@@ -81,19 +81,43 @@ class ARCCachePolicy(CachePolicy):
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
         # REPLACE of the paper for a whole batch: T1 gives while it is above its target, then T2; and where one of
         # them has no evictable key left, the other gives the rest.
-        t1, t2 = self.t1, self.t2
-        from_t1 = least_recent(t1, min(count, len(t1) - int(self.target_t1_size)), protected)
-        from_t2 = least_recent(t2, count - len(from_t1), protected)
+        num_t1 = max(0, min(count, len(self.t1) - int(self.target_t1_size)))
+        from_t1 = pop_first(self.t1, num_t1, protected)
+        if from_t1 is None:
+            return self._evict_around(count, num_t1, protected)
+        if num_t1 < count:
+            from_t2 = pop_first(self.t2, count - num_t1, protected)
+            if from_t2 is None:
+                put_back(self.t1, from_t1)
+                return self._evict_around(count, num_t1, protected)
+            self._remember(self.b2, from_t2)
+            if not from_t1:
+                return from_t2
+        else:
+            from_t2 = []
+        self._remember(self.b1, from_t1)
+        return from_t1 + from_t2
+
+    def _evict_around(
+        self, count: int, num_t1: int, protected: Sequence[Container[OffloadKey]]
+    ) -> list[OffloadKey] | None:
+        """As `evict`, where the first keys will not do."""
+        from_t1 = least_recent(self.t1, num_t1, protected)
+        from_t2 = least_recent(self.t2, count - len(from_t1), protected)
         if len(from_t1) + len(from_t2) < count:
-            from_t1 = least_recent(t1, count - len(from_t2), protected)
+            from_t1 = least_recent(self.t1, count - len(from_t2), protected)
             if len(from_t1) + len(from_t2) < count:
                 return None
-        for queue, ghosts, victims in ((t1, self.b1, from_t1), (t2, self.b2, from_t2)):
-            if victims:
-                consume(map(queue.pop, victims))
-                append(ghosts, victims)
-                consume(map(ghosts.pop, least_recent(ghosts, len(ghosts) - self.cache_capacity)))
+        consume(map(self.t1.pop, from_t1))
+        consume(map(self.t2.pop, from_t2))
+        self._remember(self.b1, from_t1)
+        self._remember(self.b2, from_t2)
         return from_t1 + from_t2
+
+    def _remember(self, ghosts: RecencyQueue, victims: Sequence[OffloadKey]) -> None:
+        append(ghosts, victims)
+        if len(ghosts) > self.cache_capacity:
+            consume(starmap(ghosts.popitem, repeat((False,), len(ghosts) - self.cache_capacity)))
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         keys = list(keys)

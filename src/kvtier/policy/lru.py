@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
-from kvtier.policy.recency import RecencyQueue, append, consume, discard, least_recent
+from kvtier.policy.recency import RecencyQueue, append, consume, discard, least_recent, pop_first
 
 
 class LRUCachePolicy(CachePolicy):
@@ -33,6 +33,9 @@ class LRUCachePolicy(CachePolicy):
         self.touch(keys)
 
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
+        victims = pop_first(self._queue, count, protected)
+        if victims is not None:
+            return victims
         victims = least_recent(self._queue, count, protected)
         if len(victims) < count:
             return None
