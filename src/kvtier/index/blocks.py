@@ -137,11 +137,11 @@ class BlockIndex:
             slot = self._condemn_read_from.pop(key)
             self._condemn(slot, CondemnedSlot(key, readers=self.pins.pop(key), has_writer=False))
 
-    def pin(self, keys: dict[OffloadKey, None]) -> None:
-        """One more load of each of these READY keys."""
+    def pin(self, keys: dict[OffloadKey, int]) -> None:
+        """One more load of each of these READY keys. Every value is 1."""
         pins = self.pins
         if not pins or pins.keys().isdisjoint(keys):
-            pins.update(dict.fromkeys(keys, 1))
+            pins.update(keys)
         else:
             for key in keys:
                 pins[key] = pins.get(key, 0) + 1

@@ -105,7 +105,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         keys = list(keys)
-        own = dict.fromkeys(keys)
+        own = dict.fromkeys(keys, 1)
         if len(own) < len(keys):
             raise completions.named_twice(keys)
         try:
@@ -231,7 +231,10 @@ class CPUOffloadingManager(OffloadingManager):
             self._filter.count_offers(keys, req_context)
 
     def on_new_request(self, req_context: ReqContext) -> None:
-        self._request(req_context).introduced = True
+        request = req_context._states.get(self)
+        if request is None:
+            request = req_context._states[self] = RequestState()
+        request.introduced = True
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if self._filter is not None:

@@ -22,15 +22,15 @@ class LRUCachePolicy(CachePolicy):
         append(self._queue, keys)
 
     def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
+        self.settle(keys, first_use)
+
+    def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
         queue = self._queue
         keys = list(keys)
         try:
             consume(map(queue.move_to_end, keys))
         except KeyError:  # some have left: once more, without them
             consume(map(queue.move_to_end, filter(queue.__contains__, keys)))
-
-    def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
-        self.touch(keys)
 
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
         victims = pop_first(self._queue, count, protected)
