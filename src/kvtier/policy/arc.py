@@ -9,7 +9,7 @@ bounded by the capacity alone, so that a batch as large as the cache still leave
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain, filterfalse, repeat, starmap
+from itertools import chain, repeat, starmap, takewhile
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
@@ -39,9 +39,13 @@ class ARCCachePolicy(CachePolicy):
             append(t1, keys)
             return
         for key in keys:
-            if key in b1 or key in b2:
+            if key in b1:
                 self._learn_from_ghost(key)
-                del (b1 if key in b1 else b2)[key]
+                del b1[key]
+                t2[key] = None
+            elif key in b2:
+                self._learn_from_ghost(key)
+                del b2[key]
                 t2[key] = None
             else:
                 t1[key] = None
@@ -56,18 +60,15 @@ class ARCCachePolicy(CachePolicy):
                     ghosts.move_to_end(key)
 
     def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
-        keys = list(keys)
-        own = list(filter(first_use.__contains__, keys))
-        try:
-            consume(map(self.t1.move_to_end, own))
-        except KeyError:  # some have left, or are in T2, where they and the others are in one order
-            self._settle_each(keys, first_use)
-            return
-        if len(own) < len(keys):
-            self._settle_each(filterfalse(first_use.__contains__, keys) if own else keys, ())
-
-    def _settle_each(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
         t1, t2 = self.t1, self.t2
+        keys = list(keys)
+        # what the request inserted is nearly always its deepest blocks, and in T1
+        own = list(takewhile(first_use.__contains__, keys))
+        try:
+            consume(map(t1.move_to_end, own))
+            del keys[: len(own)]
+        except KeyError:  # some have left, or are in T2, where they and the others are in one order
+            pass
         for key in keys:
             if key in t2:
                 t2.move_to_end(key)
