@@ -14,13 +14,11 @@ Protected = list[Container[OffloadKey]]
 
 def protected_from(index: BlockIndex, own: set[OffloadKey], new: list[OffloadKey]) -> Protected:
     """What no store of the keys `own`, of which `new` are to be stored, may evict."""
-    protected: Protected = []
+    protected: Protected = [own] if len(new) < len(own) else []
     if index.pins:
         protected.append(index.pins)
     if index.in_flight:
         protected.append(index.in_flight)
-    if len(new) < len(own):
-        protected.append(own)
     return protected
 
 
@@ -28,14 +26,12 @@ def evict_for_all(
     policy: CachePolicy, count: int, protected: Protected, request: RequestState
 ) -> list[OffloadKey] | None:
     """Evicts `count` blocks, the request's own ones only if nothing else is left; or nothing, and None."""
-    spares_own = request.introduced and request.accessed and not request.crowded
-    if spares_own:
-        victims = policy.evict(count, [*protected, request.accessed])
-        if victims is not None:
-            return victims
-    victims = policy.evict(count, protected)
-    if spares_own and victims is not None:
-        request.crowded = True
+    if not request.introduced or request.crowded or not request.accessed:
+        return policy.evict(count, protected)
+    victims = policy.evict(count, [*protected, request.accessed])
+    if victims is None:
+        victims = policy.evict(count, protected)
+        request.crowded = victims is not None
     return victims
 
 

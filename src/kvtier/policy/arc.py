@@ -40,11 +40,11 @@ class ARCCachePolicy(CachePolicy):
             return
         for key in keys:
             if key in b1:
-                self._learn_from_ghost(key)
+                self._raise_target()
                 del b1[key]
                 t2[key] = None
             elif key in b2:
-                self._learn_from_ghost(key)
+                self._lower_target()
                 del b2[key]
                 t2[key] = None
             else:
@@ -54,10 +54,12 @@ class ARCCachePolicy(CachePolicy):
         keys = list(keys)
         self.settle(keys, first_use)
         for key in keys:
-            for ghosts in (self.b1, self.b2):
-                if key in ghosts and key not in first_use:
-                    self._learn_from_ghost(key)
-                    ghosts.move_to_end(key)
+            if key in self.b1 and key not in first_use:
+                self._raise_target()
+                self.b1.move_to_end(key)
+            elif key in self.b2 and key not in first_use:
+                self._lower_target()
+                self.b2.move_to_end(key)
 
     def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
         t1, t2 = self.t1, self.t2
@@ -139,9 +141,12 @@ class ARCCachePolicy(CachePolicy):
     def __iter__(self) -> Iterator[OffloadKey]:
         return chain(self.t1, self.t2)
 
-    def _learn_from_ghost(self, key: OffloadKey) -> None:
-        num_b1, num_b2 = len(self.b1), len(self.b2)
-        if key in self.b1:
-            self.target_t1_size = min(self.target_t1_size + max(1.0, num_b2 / num_b1), float(self.cache_capacity))
-        else:
-            self.target_t1_size = max(self.target_t1_size - max(1.0, num_b1 / num_b2), 0.0)
+    def _raise_target(self) -> None:
+        """A ghost of B1, which still counts, has returned."""
+        step = max(1.0, len(self.b2) / len(self.b1))
+        self.target_t1_size = min(self.target_t1_size + step, float(self.cache_capacity))
+
+    def _lower_target(self) -> None:
+        """A ghost of B2, which still counts, has returned."""
+        step = max(1.0, len(self.b1) / len(self.b2))
+        self.target_t1_size = max(self.target_t1_size - step, 0.0)
