@@ -298,7 +298,7 @@ class AdaptiveCachePolicy(CachePolicy):
 
     def _evict_anything(self, count: int, protected: Sequence[Container[OffloadKey]]) -> list[OffloadKey]:
         """What is left to be evicted has protected keys behind it, or beside it in its segment."""
-        victims = []
+        victims: list[OffloadKey] = []
         for key in self:
             if len(victims) < count and not any(key in container for container in protected):
                 victims.append(key)
