@@ -67,11 +67,10 @@ class WaitingCost:
         `num_stored` is how many blocks were ever stored; `is_storing` whether some are in flight, and so have been
         (nearly) since the call before.
         """
-        if self._seen_s == -math.inf:
-            self._num_seen = num_stored
-        elif is_storing:
-            self._stores.note(num_stored - self._num_seen, now_s - self._seen_s)
-            self._num_seen = num_stored
+        num_new = num_stored - self._num_seen
+        if self._seen_s > -math.inf and (is_storing or num_new):
+            self._stores.note(num_new, now_s - self._seen_s if is_storing else 0.0)
+        self._num_seen = num_stored
         self._seen_s = now_s
 
     def patience_s(

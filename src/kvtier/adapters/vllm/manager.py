@@ -81,11 +81,11 @@ class VLLMManager(OffloadingManager):
         self.counters["breaker_openings"] = breaker.num_openings
         if breaker.state is BreakerState.OPEN:
             left_s = max(0.0, breaker.until_s - self._clock())
-            logger.warning("kvtier: transfers keep failing: the RAM tier is not used for %.1f s", left_s)
+            logger.warning("kvtier: transfers keep failing; the RAM tier is not used for %.1f s", left_s)
         elif breaker.state is BreakerState.HALF_OPEN:
-            logger.warning("kvtier: the RAM tier is tried again, with one transfer")
+            logger.info("kvtier: the RAM tier is tried again, with one transfer")
         else:
-            logger.warning("kvtier: the RAM tier is in use again")
+            logger.info("kvtier: the RAM tier is in use again")
 
     # -- what waiting is compared with -----------------------------------------------------------------------
 
