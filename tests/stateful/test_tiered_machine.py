@@ -86,7 +86,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         sizes=st.lists(st.integers(2, 24), min_size=1, max_size=2),
         shares=st.sampled_from([0.25, 0.5, 1.0]),
-        queue=st.sampled_from([None, 0, 3]),
+        queue=st.sampled_from([None, 1, 3]),
     )
     def build(self, sizes: list[int], shares: float, queue: int | None) -> None:
         self.pool = np.zeros((RAM_BLOCKS, BYTES), np.uint8)
@@ -94,7 +94,7 @@ class Machine(RuleBasedStateMachine):
         for tier in self.tiers:
             tier.attach(self.pool)
         ram = CPUOffloadingManager(RAM_BLOCKS, self.policy_name, deadline_s=DEADLINE_S, store_timeout_s=10.0)
-        limits = TieringLimits(promoting_share=shares, request_share=1.0)
+        limits = TieringLimits(promoting_share=shares, request_share=1.0, cascading_share=0.5)
         self.manager = TieredOffloadingManager(
             ram, self.tiers, limits=limits, cascade_when=self.cascade_when, epochs=Epochs()
         )
