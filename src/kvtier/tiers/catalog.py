@@ -111,7 +111,7 @@ class TierCatalog:
         """Pins those of `keys` that are ready. For each key its place, or None."""
         index = self._index
         slots = list(map(index.ready.get, keys, repeat(None)))
-        index.pin({key: slot for key, slot in zip(keys, slots, strict=True) if slot is not None})
+        index.pin({key: 1 for key, slot in zip(keys, slots, strict=True) if slot is not None})
         return [
             None if slot is None else Place(key, slot, index.generations[slot])
             for key, slot in zip(keys, slots, strict=True)
