@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-fast test-vllm check bench clean
+.PHONY: help demo test test-fast test-vllm check bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -50,7 +50,11 @@ check: $(VENV)/.dev  ## lint, types, imports, fast tests: under two minutes
 
 bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside memcpy
 	$(BIN)/python benchmarks/manager.py $(if $(TRACE),--trace $(TRACE))
+	$(BIN)/python benchmarks/deferral.py
 	$(BIN)/python benchmarks/copies.py
+
+soak: $(VENV)/.dev  ## ten million operations of the simulation (minutes)
+	$(BIN)/kvtier simulate --seeds 0:9000 --timings
 
 clean:  ## removes the virtual environment and caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -358,6 +358,16 @@ class CachePolicy(ABC):
         Atomic: None, and nothing changed, if there are not that many. O(victims + protected keys passed over).
         """
 
+    def evict_for(
+        self, newcomers: Sequence[OffloadKey], count: int, protected: Sequence[Container[OffloadKey]] = ()
+    ) -> list[OffloadKey] | None:
+        """As `evict`, to make room for the last `count` of `newcomers`, which are in prefix order and not resident.
+
+        A policy may return fewer victims where the others are worth more than what they would make room for: then
+        only so many fewer of the newcomers, the leading ones, are to be inserted. Here it never does.
+        """
+        return self.evict(count, protected)
+
     @abstractmethod
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         """Forgets resident keys that were not evicted (a failed store or load). Leaves no ghosts."""

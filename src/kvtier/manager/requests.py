@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
+from typing import Any
 
 from kvtier.interfaces import CPULoadStoreSpec
 from kvtier.keys import OffloadKey
@@ -13,7 +14,7 @@ MIN_LOAD_BEGIN_S = 1.0
 """A load may always wait this long to begin, however short the deadline: the engine's own step comes first."""
 
 
-NO_KEYS: dict[OffloadKey, None] = {}
+NO_KEYS: dict[OffloadKey, Any] = {}
 NO_LOADS: list[CPULoadStoreSpec] = []
 """Nobody adds to these two: what a request has none of is replaced by its own."""
 
@@ -47,11 +48,7 @@ class RequestState:
     stuck_key: OffloadKey | None = None
     """The block that deferred the request last."""
 
-    def __init__(self, loads: list[CPULoadStoreSpec] = NO_LOADS) -> None:
-        if loads:
-            self.loads = loads
-
-    def note_reused(self, keys: dict[OffloadKey, None]) -> None:
+    def note_reused(self, keys: dict[OffloadKey, Any]) -> None:
         """The request has used blocks that were there. Takes over `keys`."""
         if not self.accessed:
             self.accessed = keys
@@ -60,7 +57,7 @@ class RequestState:
             self.accessed = dict(self.inserted)
         self.accessed.update(keys)
 
-    def note_inserted(self, keys: dict[OffloadKey, None]) -> None:
+    def note_inserted(self, keys: dict[OffloadKey, Any]) -> None:
         """The request stores these blocks. Takes over `keys`."""
         if not self.accessed:
             # one dictionary for both, since nearly every request that misses stores all that it accesses
