@@ -108,7 +108,8 @@ class AdaptiveCachePolicy(CachePolicy):
         path = self._access(keys, first_use)
         if path:
             deepest = path[0]
-            if deepest.uses == 1 and deepest.kind != _TAIL and deepest.keys[0] == keys[0] and keys[0] in first_use:
+            is_new_end = deepest.uses == 1 and not deepest.children and deepest.kind != _TAIL
+            if is_new_end and deepest.keys[0] == keys[0] and keys[0] in first_use:
                 self._mark_tail(deepest)
         self._now += 1
         if self._now >= self._refresh_at:
