@@ -64,7 +64,7 @@ class WaitingCost:
             self._seen_s = -math.inf
 
     def observe(self, now_s: float, num_stored: int, is_storing: bool) -> None:
-        """Whenever time is told, before what has completed by then is reported; and again at the same time at will. O(1).
+        """Whenever time is told, before what has completed by then is reported; again at the same time at will. O(1).
 
         `num_stored` is how many blocks were ever stored; `is_storing` whether some are in flight, and so have been
         (nearly) since the call before.
