@@ -298,6 +298,7 @@ class CPUOffloadingManager(OffloadingManager):
         if self._cost.recompute_blocks_per_s is None or not self._in_flight:
             return True
         request = self._request(req_context)
+        self._cost.observe(self._now_s, self._counters["stored_blocks"], is_storing=True)
         patience_s = self._cost.patience_s(keys, self._ready, self._in_flight)
         request.patient_until_s = min(request.patient_until_s, self._now_s + patience_s)
         return request.is_patient(self._now_s, self._counters)
