@@ -14,7 +14,8 @@ from kvtier.tier_interfaces import EpochStore
 from kvtier.tiers.disk.config import DiskConfig
 from kvtier.tiers.disk.filesystem import FileSystem
 from kvtier.tiers.disk.layout import Header, cache_bytes, cache_folder, places_within, record_keys, round_up
-from kvtier.tiers.disk.volume import Claim, Volume, claim_folders, open_volume
+from kvtier.tiers.disk.space import SpaceLimits
+from kvtier.tiers.disk.volume import Volume, claim_folders, open_volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +49,22 @@ def open_cache(
             f"the disk capacity is {config.capacity_bytes} bytes in {len(config.paths)} folders; a block takes "
             f"{place_bytes} bytes and each folder {cache_bytes(1, 0)} more"
         )
-    claims = claim_folders(
-        files,
-        [os.path.abspath(path) for path in config.paths],
-        cache_folder(config.namespace),
-        place_bytes=place_bytes,
-        capacity_bytes=config.capacity_bytes,
-        min_free_bytes=config.min_free_bytes,
+    limits = SpaceLimits(
+        cap_bytes=config.capacity_bytes // len(config.paths),
         keep_others=config.keep_other_namespaces,
+        min_free_bytes=config.min_free_bytes,
+        grow_bytes=config.grow_bytes,
     )
-    # as many places in each as the smallest one has
-    num_places = min(claim.num_places for claim in claims)
-    pending = [Claim(claim.root, claim.path, claim.lock_fd, num_places) for claim in claims]
+    roots = [os.path.abspath(path) for path in config.paths]
+    pending = claim_folders(files, roots, cache_folder(config.namespace), place_bytes, limits)
+    num_places = sum(claim.num_places for claim in pending)
     volumes: list[Volume] = []
     try:
         epoch = epoch_store.current()
         header = Header(block_bytes, config.namespace, epoch, int(now_s), config.label)
         while pending:
-            volumes.append(open_volume(files, pending.pop(0), header, direct))
-        return _restore(volumes, num_places * len(claims), epoch)
+            volumes.append(open_volume(files, pending.pop(0), header, limits, direct))
+        return _restore(volumes, num_places, epoch)
     except BaseException:
         for claim in pending:
             files.close(claim.lock_fd)

@@ -280,7 +280,6 @@ class DiskTier(Tier):
             self._files,
             self._volumes,
             pool,
-            min_free_bytes=config.min_free_bytes,
             clock=self._clock,
             wall_clock=self._wall_clock,
         )
