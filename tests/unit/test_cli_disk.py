@@ -134,7 +134,7 @@ def remaining(folder: Path) -> str:
         (["--namespace", "6262"], "ac", 0),
         (["--namespace", "61", "--namespace", "62"], "c", 0),
         (["--namespace", "63"], "abc", FAILED),
-        (["--max-size", "160KiB"], "bc", 0),
+        (["--max-size", "215KiB"], "bc", 0),
         (["--max-size", "1KiB"], "c", 0),
         (["--max-size", "1GiB"], "abc", 0),
         (["--max-size", "1KiB", "--dry-run"], "abc", 0),
