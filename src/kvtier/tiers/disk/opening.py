@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.errors import ConfigurationError
 from kvtier.keys import OffloadKey
@@ -74,19 +76,22 @@ def open_cache(
 
 
 def _restore(volumes: Sequence[Volume], num_places: int, epoch: int) -> OpenedCache:
-    records = np.concatenate([volume.table.records[volume.places] for volume in volumes])
-    places = np.concatenate([volume.places * len(volumes) + i for i, volume in enumerate(volumes)])
-    if not len(records):
+    def column(name: str) -> npt.NDArray[Any]:
+        # one field at a time: 100,000 whole records are 13 MB
+        return np.concatenate([volume.table.records[name][volume.places] for volume in volumes])
+
+    use_order = column("use_order")
+    if not len(use_order):
         return OpenedCache(volumes, num_places, epoch, {}, (), 1, 1)
-    order = np.argsort(records["use_order"], kind="stable")
-    records, place_list = records[order], places[order].tolist()
-    keys = record_keys(records)
+    order = np.argsort(use_order, kind="stable")
+    places = np.concatenate([volume.places * len(volumes) + i for i, volume in enumerate(volumes)])
+    by_place = [key for volume in volumes for key in record_keys(volume.table.records, volume.places)]
+    keys, place_list = [by_place[i] for i in order.tolist()], places[order].tolist()
     blocks = dict(zip(keys, place_list, strict=True))
     if len(blocks) < len(keys):  # stored again before the record of the first was blank: the later one holds
         for key, place in zip(keys, place_list, strict=True):
             if blocks[key] != place:
                 volumes[place % len(volumes)].table.blank([place // len(volumes)])
-    used = records["num_uses"] > 0
-    reused = dict.fromkeys(record_keys(records[used])) if used.any() else ()
-    first_generation, first_order = int(records["generation"].max()) + 1, int(records["use_order"].max()) + 1
+    reused = dict.fromkeys(keys[i] for i in np.flatnonzero(column("num_uses")[order]).tolist())
+    first_generation, first_order = int(column("generation").max()) + 1, int(use_order.max()) + 1
     return OpenedCache(volumes, num_places, epoch, blocks, list(reused), first_generation, first_order)
