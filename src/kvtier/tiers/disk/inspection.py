@@ -120,7 +120,8 @@ def verify(files: FileSystem, content: CacheContent, on_block: Callable[[int], N
 def _verdicts(files: FileSystem, content: CacheContent, table_fd: int, slab_fd: int) -> Iterator[tuple[int, str]]:
     header = content.header
     records = dict(zip(content.places.tolist(), content.records, strict=True))
-    keys = dict(zip(content.places.tolist(), record_keys(content.records, np.arange(len(records))), strict=True))
+    found = record_keys(content.records["key"], content.records["key_bytes"])
+    keys = dict(zip(content.places.tolist(), found, strict=True))
 
     def check(places: list[int]) -> list[tuple[int, str]]:
         block = _aligned_buffer(header.place_bytes)

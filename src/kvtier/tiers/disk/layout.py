@@ -173,13 +173,11 @@ def valid_places(records: Records, namespace: bytes, epoch: int) -> npt.NDArray[
     return valid
 
 
-def record_keys(records: Records, places: npt.NDArray[np.int64]) -> list[OffloadKey]:
-    """The keys of the records at `places`, in that order."""
-    lengths = records["key_bytes"][places]
+def record_keys(raw: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> list[OffloadKey]:
+    """The keys in the fields `key` and `key_bytes` of (n,) records."""
     length = int(lengths[0]) if len(lengths) else 0
-    raw = records["key"][places]
     if length and (lengths == length).all():  # nearly always
-        column = np.ascontiguousarray(raw.view(np.uint8).reshape(-1, MAX_KEY_BYTES)[:, :length])
+        column = np.ascontiguousarray(np.ascontiguousarray(raw).view(np.uint8).reshape(-1, MAX_KEY_BYTES)[:, :length])
         whole: list[OffloadKey] = column.view(f"V{length}").ravel().tolist()
         return whole
     return [OffloadKey(key[:size]) for key, size in zip(raw.tolist(), lengths.tolist(), strict=True)]

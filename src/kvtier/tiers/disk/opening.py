@@ -85,13 +85,12 @@ def _restore(volumes: Sequence[Volume], num_places: int, epoch: int) -> OpenedCa
         return OpenedCache(volumes, num_places, epoch, {}, (), 1, 1)
     order = np.argsort(use_order, kind="stable")
     places = np.concatenate([volume.places * len(volumes) + i for i, volume in enumerate(volumes)])
-    by_place = [key for volume in volumes for key in record_keys(volume.table.records, volume.places)]
-    keys, place_list = [by_place[i] for i in order.tolist()], places[order].tolist()
+    keys, place_list = record_keys(column("key")[order], column("key_bytes")[order]), places[order].tolist()
     blocks = dict(zip(keys, place_list, strict=True))
     if len(blocks) < len(keys):  # stored again before the record of the first was blank: the later one holds
         for key, place in zip(keys, place_list, strict=True):
             if blocks[key] != place:
                 volumes[place % len(volumes)].table.blank([place // len(volumes)])
-    reused = dict.fromkeys(keys[i] for i in np.flatnonzero(column("num_uses")[order]).tolist())
+    reused = dict.fromkeys(map(keys.__getitem__, np.flatnonzero(column("num_uses")[order]).tolist()))
     first_generation, first_order = int(column("generation").max()) + 1, int(use_order.max()) + 1
     return OpenedCache(volumes, num_places, epoch, blocks, list(reused), first_generation, first_order)
