@@ -25,6 +25,7 @@ from kvtier.tiers.disk.layout import cache_bytes
 CAPACITY = 12
 CAP_BYTES = cache_bytes(CAPACITY, SLOT_BYTES)
 NUM_KILLS = 500
+NUM_FAST = 100
 WRONG_BYTES, ERROR, OVER_CAP, SURVIVED = 90, 91, 92, 93
 
 
@@ -125,10 +126,13 @@ def die(folder: Path, seed: int) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_five_hundred_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(NUM_FAST), pytest.param(range(NUM_FAST, NUM_KILLS), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_five_hundred_kills(seeds: range, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
-    for seed in range(NUM_KILLS):
+    for seed in seeds:
         assert die(folder, seed) == -signal.SIGKILL, f"process {seed}"
     config = config_in(folder)
     driver = TierDriver(DiskTier(config, FileEpochStore(config.epoch_path)), 64, SLOT_BYTES)
