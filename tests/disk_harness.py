@@ -83,14 +83,17 @@ def check_serves_only_what_was_stored(driver: TierDriver, versions: dict[Offload
     return came_back
 
 
-def check_no_slot_is_lost(driver: TierDriver, capacity: int = CAPACITY) -> None:
+def check_no_slot_is_lost(driver: TierDriver, capacity: int = CAPACITY, batch: int = 16) -> None:
     """The whole capacity can still be stored into and read."""
     fresh = make_keys(capacity, "fresh")
     assert driver.tier.get_stats().capacity_blocks == capacity
-    outcome = driver.store(fresh)
-    assert outcome is not None
-    assert outcome.success, outcome.reason
-    assert len(outcome.succeeded) == capacity
+    for start in range(0, capacity, batch):
+        keys = fresh[start : start + batch]
+        outcome = driver.store(keys)
+        assert outcome is not None
+        assert outcome.success, outcome.reason
+        assert len(outcome.succeeded) == len(keys)
     assert driver.tier.get_stats().ready_blocks == capacity
-    assert driver.load(fresh).success
+    for start in range(0, capacity, batch):
+        assert driver.load(fresh[start : start + batch]).success
     driver.tier.check_invariants()

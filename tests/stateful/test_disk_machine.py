@@ -122,8 +122,10 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(bit=st.integers(0, CAPACITY * SLOT_BYTES * 8 - 1))
     def damage_a_block(self, bit: int) -> None:
-        self.machine.files.content(f"{CACHE}/slab")[bit // 8] ^= 1 << bit % 8
-        self.damaged = True
+        content = self.machine.files.content(f"{CACHE}/slab")
+        if bit // 8 < len(content):
+            content[bit // 8] ^= 1 << bit % 8
+            self.damaged = True
 
     @rule(bit=st.integers(0, 5000 * 8))
     def damage_the_table(self, bit: int) -> None:

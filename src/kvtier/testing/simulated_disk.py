@@ -142,10 +142,12 @@ class SimulatedFileSystem(FileSystem):
         return self._next_fd
 
     def close(self, fd: int) -> None:
-        file, _, _ = self._entry(fd, "close")
+        file, path, _ = self._open.pop(fd, (None, "", False))
         if self._locks.get(id(file)) == fd:
             del self._locks[id(file)]
-        del self._open[fd]
+        self._call("close", path)  # an error says something about the data: closed it is
+        if file is None:
+            raise OSError(errno.EBADF, "Bad file descriptor")
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         file, _, direct = self._entry(fd, "preadv")

@@ -124,6 +124,15 @@ class TierConformance(ABC):
         assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [0, None, 0]
         assert driver.tier.close()
 
+    def test_one_block_at_a_time(self) -> None:
+        driver = self.open()
+        for i, key in enumerate(make_keys(40)):
+            assert driver.store([key]) is not None
+            assert driver.load([key]).success
+            if i % 3:
+                assert driver.load([key]).success
+        assert driver.tier.close()
+
     def test_many_loads_of_one_block_at_once(self) -> None:
         driver = self.open()
         (key,) = make_keys(1)

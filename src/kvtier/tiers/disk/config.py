@@ -29,8 +29,10 @@ class DiskConfig:
     """Nothing new is written while the filesystem has less than this free."""
     max_storing_bytes: int = 256 << 20
     """Blocks that wait to be written hold RAM slots; beyond this, further stores are refused."""
+    grow_bytes: int = 256 << 20
+    """Space is taken in steps of this size, as it is needed."""
     keep_other_namespaces: bool = False
-    """False: caches of other namespaces in `paths` that nobody owns are removed, oldest first, where this one needs
+    """False: caches of other namespaces in `paths` that nobody owns are removed, oldest first, as this one needs
     their space. True: this one takes what they leave."""
     direct: bool = True
     """Past the page cache, where the filesystem has that."""
@@ -46,7 +48,7 @@ class DiskConfig:
             raise ConfigurationError(f"the namespace has {len(self.namespace)} bytes; allowed: {NAMESPACE_BYTES}")
         if self.policy not in POLICIES:
             raise ConfigurationError(f"disk policy {self.policy!r} is unknown; allowed: {', '.join(sorted(POLICIES))}")
-        for name in ("capacity_bytes", "max_storing_bytes"):
+        for name in ("capacity_bytes", "max_storing_bytes", "grow_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; allowed: 1 or more bytes")
         if self.min_free_bytes < 0:

@@ -42,7 +42,7 @@ class FileEpochStore:
         """The epoch that holds. Raises TierError if the file can be neither read nor made."""
         if self._current is None:
             try:
-                epoch = self._read()
+                epoch = self.read()
                 if epoch is None:
                     epoch = self._new_epoch()
                     self._write(epoch)
@@ -60,7 +60,8 @@ class FileEpochStore:
         self._current = epoch
         return epoch
 
-    def _read(self) -> int | None:
+    def read(self) -> int | None:
+        """What the file says now, or None if there is none or it cannot be made out. Writes nothing. Raises OSError."""
         files = self._files
         try:
             fd = files.open(self.path, write=False)

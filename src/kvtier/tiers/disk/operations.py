@@ -17,7 +17,7 @@ from kvtier.tiers.disk.volume import Volume
 from kvtier.tiers.jobs import OpenJob
 
 REASON_CORRUPT = "the bytes are not those that were stored"
-REASON_LOW_SPACE = "free space is below its floor"
+REASON_LOW_SPACE = "free space is, or would fall, below its floor"
 
 
 @dataclass(slots=True, eq=False)
@@ -53,14 +53,12 @@ class BlockMover:
         volumes: Sequence[Volume],
         pool: npt.NDArray[np.uint8],
         *,
-        min_free_bytes: int,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         self.pool = pool
         self._files = files
         self._volumes = volumes
-        self._min_free_bytes = min_free_bytes
         self._clock = clock
         self._wall_clock = wall_clock
 
@@ -82,7 +80,7 @@ class BlockMover:
 
     def _write(self, run: Sequence[BlockIo]) -> None:
         volume = self._volumes[run[0].volume_idx]
-        if self._files.free_bytes(volume.path) < self._min_free_bytes:
+        if not volume.has_space():
             _fail(run, REASON_LOW_SPACE)
             return
         header = volume.header
@@ -98,6 +96,7 @@ class BlockMover:
             )
             for block, buffer in zip(run, buffers, strict=True)
         ]
+        volume.ensure(run[-1].local_place + 1)
         volume.table.begin_writes([block.local_place for block in run])
         write_fully(self._files, volume.slab_fd, buffers, run[0].local_place * header.place_bytes)
         volume.table.stage(records, self._wall_clock())

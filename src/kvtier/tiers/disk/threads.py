@@ -20,7 +20,7 @@ class IoThreads:
     """Moves queued blocks, loads before stores, on `num_threads` threads; one thread more is for loads alone, so that
     stores that are stuck in a device hold up no load. With 0 threads everything happens in `take_done`.
 
-    `move` takes a run of blocks of one kind and volume in adjacent places, at most `max_run_blocks`, and raises
+    `move` takes a run of blocks of one job and volume in adjacent places, at most `max_run_blocks`, and raises
     nothing. `commit` makes durable what was moved; it may raise nothing either, and says whether it worked.
     """
 
@@ -43,7 +43,6 @@ class IoThreads:
         self._commit_wanted = threading.Condition(self._lock)
         self._loads: deque[BlockIo] = deque()
         self._stores: deque[BlockIo] = deque()
-        self._num_moving = 0
         self._num_storing = 0
         self._done: list[BlockIo] = []
         self._dirty = False
@@ -68,7 +67,7 @@ class IoThreads:
         if blocks:
             with self._lock:
                 (self._stores if blocks[0].job.is_store else self._loads).extend(blocks)
-                self._work_ready.notify(len(blocks))
+                self._work_ready.notify_all()  # one alone may be the thread that takes no stores
 
     def withdraw(self, wanted: Callable[[BlockIo], bool]) -> list[BlockIo]:
         """Takes back those queued blocks of which nothing has begun. O(queued)."""
@@ -151,14 +150,12 @@ class IoThreads:
             is_store = run[0].job.is_store
             self._move(run)
             with self._lock:
-                self._num_moving -= 1
                 self._num_storing -= is_store
                 self._done += run
                 self._dirty |= is_store
                 self._progress.notify_all()
                 if is_store:
                     self._commit_wanted.notify()
-                    self._work_ready.notify()  # a place among those that may store is free
             del run
 
     def _next_run(self, loads_only: bool) -> list[BlockIo]:
@@ -167,12 +164,11 @@ class IoThreads:
             return []
         if self._loads:
             queue = self._loads
-        elif self._stores and not loads_only and self._num_storing < self._num_threads:
+        elif self._stores and not loads_only:
             queue = self._stores
         else:
             return []
         run = self._pop_run(queue, min(self._max_run_blocks, -(-len(queue) // max(1, self._num_threads))))
-        self._num_moving += 1
         self._num_storing += run[0].job.is_store
         return run
 
@@ -180,7 +176,8 @@ class IoThreads:
         run = [queue.popleft()]
         while queue and len(run) < max_blocks:
             last, following = run[-1], queue[0]
-            if following.volume_idx != last.volume_idx or following.local_place != last.local_place + 1:
+            adjacent = following.volume_idx == last.volume_idx and following.local_place == last.local_place + 1
+            if following.job is not last.job or not adjacent:
                 break
             run.append(queue.popleft())
         for block in run:

@@ -98,9 +98,12 @@ class DiskTier(Tier):
             raise ManagerUsageError("the disk tier has been attached already")
         try:
             self._open(pool)
-        except TierError:
-            raise
-        except OSError as error:
+        except BaseException as error:
+            for volume in self._volumes:
+                volume.close()
+            self._volumes = ()
+            if isinstance(error, TierError) or not isinstance(error, OSError):
+                raise
             where = ", ".join(self.config.paths)
             raise TierError(f"cannot use {where} as a disk tier: {error.strerror or error}") from error
         self._closed_reason = ""
@@ -129,8 +132,10 @@ class DiskTier(Tier):
         if self._closed_reason == "not attached" or not self._volumes:
             self._closed_reason = self._closed_reason or REASON_CLOSED
             return True
-        if flush_s > 0 and not self._closed_reason:
-            self._threads.flush(flush_s)
+        flushed = flush_s <= 0 or bool(self._closed_reason) or self._threads.flush(0.75 * flush_s)
+        if not flushed:  # what was stored is made durable, even if not everything could be
+            self._end_queued(REASON_CLOSED, lambda block: True)
+            self._threads.flush(0.25 * flush_s)
         self._closed_reason = self._closed_reason or REASON_CLOSED
         self._end_queued(REASON_CLOSED, lambda block: True)
         if not self._threads.stop(STOP_S):
@@ -280,7 +285,6 @@ class DiskTier(Tier):
             self._files,
             self._volumes,
             pool,
-            min_free_bytes=config.min_free_bytes,
             clock=self._clock,
             wall_clock=self._wall_clock,
         )
@@ -377,6 +381,9 @@ class DiskTier(Tier):
                 worked = False
                 self._num_failed_commits += 1
                 logger.debug("kvtier: commit in %s failed: %s", volume.path, error)
+            except Exception:  # a bug: said, and no reason for what waits for a commit to wait for ever
+                worked = False
+                logger.exception("kvtier: commit in %s failed", volume.path)
         return worked
 
 

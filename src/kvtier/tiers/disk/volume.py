@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,6 @@ from kvtier.errors import TierError
 from kvtier.tiers.disk.filesystem import FileSystem, read_fully
 from kvtier.tiers.disk.layout import (
     PAGE_BYTES,
-    RECORD_BYTES,
     SLAB_NAME,
     TABLE_NAME,
     Header,
@@ -23,7 +23,7 @@ from kvtier.tiers.disk.layout import (
     places_within,
     table_bytes,
 )
-from kvtier.tiers.disk.space import folder_lock, own_cache, room_beside_others
+from kvtier.tiers.disk.space import SpaceLimits, folder_lock, make_room, own_cache, room_for, write_owner
 from kvtier.tiers.disk.table import SlotTable
 
 
@@ -40,23 +40,80 @@ class Claim:
 class Volume:
     """The open files of one cache folder."""
 
-    def __init__(self, files: FileSystem, claim: Claim, header: Header, table_fd: int, slab_fd: int) -> None:
+    def __init__(
+        self, files: FileSystem, claim: Claim, header: Header, limits: SpaceLimits, *, table_fd: int, slab_fd: int
+    ) -> None:
         self.path = claim.path
         self.header = header
         self.table_fd = table_fd
         self.slab_fd = slab_fd
         self.direct = False
-        self.reserved = True
-        """Whether the filesystem has set all bytes of the slab aside."""
         self.table = SlotTable(files, table_fd, header, claim.num_places)
         self.places: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """The places that held blocks when it was opened, ascending."""
         self._files = files
+        self._root = claim.root
         self._lock_fd = claim.lock_fd
+        self._limits = limits
+        self._num_places = claim.num_places
+        self._num_allocated = 0
+        self._growing = threading.Lock()
 
     def vanished(self) -> bool:
         """Whether somebody has deleted the files: what is written now, nobody will find. Raises OSError."""
         return not (self._files.has_name(self.slab_fd) and self._files.has_name(self.table_fd))
+
+    def has_space(self) -> bool:
+        """Whether the filesystem has as much free as it must keep. Raises OSError."""
+        return self._files.free_bytes(self.path) >= self._limits.min_free_bytes
+
+    def recover(self) -> None:
+        """Reads what is there, keeps what is of this header, and fits the files to their limits. Raises OSError."""
+        files, header, num_places = self._files, self.header, self._num_places
+        self._num_allocated = min(num_places, files.size_bytes(self.slab_fd) // header.place_bytes)
+        more_bytes = table_bytes(num_places) - files.size_bytes(self.table_fd)
+        if not self._may_take(self._num_allocated, more_bytes):
+            raise OSError(errno.ENOSPC, "free space is, or would fall, below its floor")
+        found = read_header(files, self.table_fd)
+        if found is not None and _same_cache(found, header):
+            self.places = self.table.recover(self._num_allocated)
+            # records go before their bytes do
+            files.truncate(self.table_fd, min(files.size_bytes(self.table_fd), table_bytes(num_places)))
+            self.table.write_blanks()
+            files.fdatasync(self.table_fd)
+        else:
+            self.table.format()
+        if files.size_bytes(self.slab_fd) != self._num_allocated * header.place_bytes:
+            files.truncate(self.slab_fd, self._num_allocated * header.place_bytes)
+        files.allocate(self.table_fd, table_bytes(num_places))
+
+    def ensure(self, num_places: int) -> None:
+        """Makes the slab long enough for its first `num_places` places, with every byte reserved where that works.
+
+        Raises OSError, ENOSPC if the filesystem would have less free than it must keep.
+        """
+        if num_places <= self._num_allocated:
+            return
+        with self._growing:
+            if num_places <= self._num_allocated:
+                return
+            place_bytes = self.header.place_bytes
+            step = self._limits.grow_bytes // place_bytes
+            for target in (min(self._num_places, max(num_places, self._num_allocated + step)), num_places):
+                if self._may_take(target, (target - self._num_allocated) * place_bytes):
+                    self._files.allocate(self.slab_fd, target * place_bytes)
+                    self._num_allocated = target
+                    return
+            raise OSError(errno.ENOSPC, "free space is, or would fall, below its floor")
+
+    def _may_take(self, num_allocated: int, more_bytes: int) -> bool:
+        """Whether a slab of so many places is within all limits. Caches that may go make room for it."""
+        place_bytes = self.header.place_bytes
+        own_bytes = cache_bytes(self._num_places, place_bytes) - (self._num_places - num_allocated) * place_bytes
+        with folder_lock(self._files, self._root):
+            if not make_room(self._files, self._root, self.path, own_bytes, self._limits):
+                return False
+        return more_bytes <= 0 or self._files.free_bytes(self.path) - more_bytes >= self._limits.min_free_bytes
 
     def open_direct(self) -> None:
         """Replaces the slab's descriptor by one past the page cache, where the filesystem has that. Raises OSError."""
@@ -69,7 +126,7 @@ class Volume:
         try:
             memory = np.empty(2 * PAGE_BYTES, np.uint8)
             start = -memory.ctypes.data % PAGE_BYTES
-            read_fully(self._files, fd, [memory[start : start + PAGE_BYTES]], 0)
+            self._files.preadv(fd, [memory[start : start + PAGE_BYTES]], 0)
         except OSError as error:
             self._files.close(fd)
             if error.errno != errno.EINVAL:
@@ -86,21 +143,12 @@ class Volume:
 
 
 def claim_folders(
-    files: FileSystem,
-    roots: Sequence[str],
-    folder: str,
-    *,
-    place_bytes: int,
-    capacity_bytes: int,
-    min_free_bytes: int,
-    keep_others: bool,
+    files: FileSystem, roots: Sequence[str], folder: str, place_bytes: int, limits: SpaceLimits
 ) -> list[Claim]:
-    """Owns the cache `folder` in every one of `roots` and finds out how many places each may have there.
+    """Owns the cache `folder` in every one of `roots`, with as many places in each as the fullest has room for.
 
     Raises TierError or OSError; nothing is left owned then.
     """
-    share_bytes = capacity_bytes // len(roots)
-    wanted = places_within(share_bytes, place_bytes)
     claims: list[Claim] = []
     try:
         for root in roots:
@@ -108,31 +156,25 @@ def claim_folders(
             files.make_folders(path)
             with folder_lock(files, root):
                 lock_fd = own_cache(files, path)
-                claims.append(Claim(root, path, lock_fd, 0))  # from here on it is closed with the others
-                room_bytes = room_beside_others(
-                    files,
-                    root,
-                    path,
-                    wanted_bytes=cache_bytes(wanted, place_bytes),
-                    cap_bytes=share_bytes,
-                    keep=keep_others,
-                )
+                claims.append(Claim(root, path, lock_fd, 0))  # from here on it is given back with the others
+                room_bytes = room_for(files, root, path, limits)
                 num_places = places_within(room_bytes, place_bytes)
-                num_places = _within_free_space(files, path, num_places, place_bytes, min_free_bytes)
-                claims[-1] = Claim(root, path, lock_fd, num_places)
                 if num_places < 1:
                     raise TierError(
-                        f"no room for a disk cache in {root}: {room_bytes} bytes are left beside other caches, "
-                        f"{files.free_bytes(path)} bytes are free, {min_free_bytes} are to stay free"
+                        f"no room for a disk cache in {root}: of {limits.cap_bytes} bytes, {max(0, room_bytes)} are "
+                        "left beside the other caches there"
                     )
+                write_owner(files, lock_fd, cache_bytes(num_places, place_bytes))
+                claims[-1] = Claim(root, path, lock_fd, num_places)
     except BaseException:
         for claim in claims:
             files.close(claim.lock_fd)
         raise
-    return claims
+    fewest = min(claim.num_places for claim in claims)
+    return [Claim(claim.root, claim.path, claim.lock_fd, fewest) for claim in claims]
 
 
-def open_volume(files: FileSystem, claim: Claim, header: Header, want_direct: bool) -> Volume:
+def open_volume(files: FileSystem, claim: Claim, header: Header, limits: SpaceLimits, want_direct: bool) -> Volume:
     """Opens table and slab, keeping what is of this `header`, and fits them to the claim. Raises OSError.
 
     Owns the claim from here on: an error gives it back.
@@ -141,8 +183,8 @@ def open_volume(files: FileSystem, claim: Claim, header: Header, want_direct: bo
     try:
         opened.append(files.open(os.path.join(claim.path, TABLE_NAME), create=True))
         opened.append(files.open(os.path.join(claim.path, SLAB_NAME), create=True))
-        volume = Volume(files, claim, header, opened[1], opened[2])
-        _recover(files, volume, claim.num_places)
+        volume = Volume(files, claim, header, limits, table_fd=opened[1], slab_fd=opened[2])
+        volume.recover()
         files.sync_folder(claim.path)
         if want_direct:
             volume.open_direct()
@@ -163,33 +205,5 @@ def read_header(files: FileSystem, table_fd: int) -> Header | None:
     return Header.unpack(page.tobytes())
 
 
-def _recover(files: FileSystem, volume: Volume, num_places: int) -> None:
-    header, table = volume.header, volume.table
-    slab_bytes = num_places * header.place_bytes
-    found = read_header(files, volume.table_fd)
-    if found is not None and _same_cache(found, header):
-        num_whole = files.size_bytes(volume.slab_fd) // header.place_bytes
-        volume.places = table.recover(min(num_places, num_whole))
-        # records go before their bytes do
-        files.truncate(volume.table_fd, min(files.size_bytes(volume.table_fd), table_bytes(num_places)))
-        table.write_blanks()
-    else:
-        table.format()
-    if files.size_bytes(volume.slab_fd) > slab_bytes:
-        files.fdatasync(volume.table_fd)
-        files.truncate(volume.slab_fd, slab_bytes)
-    volume.reserved = files.allocate(volume.slab_fd, slab_bytes)
-    files.allocate(volume.table_fd, table_bytes(num_places))
-
-
 def _same_cache(found: Header, wanted: Header) -> bool:
     return (found.block_bytes, found.namespace, found.epoch) == (wanted.block_bytes, wanted.namespace, wanted.epoch)
-
-
-def _within_free_space(files: FileSystem, path: str, num_places: int, place_bytes: int, min_free_bytes: int) -> int:
-    """`num_places`, or as many as leave `min_free_bytes` free; places that exist take nothing new."""
-    there_bytes = 0
-    with contextlib.suppress(FileNotFoundError):
-        there_bytes = files.used_bytes(os.path.join(path, SLAB_NAME))
-    available_bytes = max(0, files.free_bytes(path) - min_free_bytes - (num_places * RECORD_BYTES + 8 * PAGE_BYTES))
-    return min(num_places, (there_bytes + available_bytes) // place_bytes)
