@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import filterfalse, takewhile
 from typing import cast
@@ -78,7 +78,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._now_s = -math.inf
         self._ages = StoreAges(store_timeout_s)
-        self._counters: Counter[str] = Counter()
+        self._counters: defaultdict[str, int] = defaultdict(int)  # a Counter sets its items through Python slots
         self._cost = WaitingCost()
         self.breaker = breaker
 

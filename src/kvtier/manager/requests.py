@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -97,7 +97,7 @@ class RequestState:
             named -= ending
         self.loads = [spec for spec in self.loads if len(spec.ended) < len(spec.keys)]
 
-    def may_wait(self, now_s: float, deadline_s: float, counters: Counter[str]) -> bool:
+    def may_wait(self, now_s: float, deadline_s: float, counters: defaultdict[str, int]) -> bool:
         """Starts the request's deadline if it does not run yet; False once it has passed. Counts either, once."""
         if self.expired:
             return False
@@ -115,7 +115,7 @@ class RequestState:
             counters["deferred_requests"] += 1
         return may_wait
 
-    def is_patient(self, now_s: float, counters: Counter[str]) -> bool:
+    def is_patient(self, now_s: float, counters: defaultdict[str, int]) -> bool:
         """False, for good, once waiting for blocks in flight has cost what computing them would have. Counts it."""
         if now_s < self.patient_until_s or self.patient_until_s == math.inf:
             return True
