@@ -43,6 +43,8 @@ class FaultRates:
     """A reset after which the same keys stand for other bytes."""
     death: float = 0.0
     """All workers die, and new ones take their place."""
+    lag: float = 0.0
+    """Somebody tells the manager an earlier time than it knows."""
     jump: float = 0.0
     """Much time passes at once."""
 
@@ -111,6 +113,7 @@ _ALL_FAULTS = FaultRates(
     reset=0.004,
     new_weights=0.004,
     death=0.004,
+    lag=0.01,
     jump=0.01,
 )
 
