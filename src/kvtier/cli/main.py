@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier import __version__
-from kvtier.cli import replay, trace
+from kvtier.cli import plan, replay, trace
 from kvtier.cli.options import examples
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.policy import POLICIES
@@ -179,6 +179,7 @@ def demo_model(
 
 
 app.command(epilog=examples(*replay.EXAMPLES))(replay.replay)
+app.command(epilog=examples(*plan.EXAMPLES))(plan.plan)
 app.add_typer(trace.app, name="trace")
 
 

@@ -1,4 +1,4 @@
-"""How large a cache should be: hit ratio by size from one pass over a trace and a sample of it, and what it is worth."""
+"""How large a cache should be: hit ratio by size from one pass over a trace and a sample, and what it is worth."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def _recommend(trace: Trace, settings: PlanSettings, curves: list[Curve], best: 
     enough = int(chosen.fine_blocks[int(np.argmax(rising >= ENOUGH_SHARE * rising[-1]))])
     load_s = settings.block_bytes / settings.disk_bytes_per_s
     prefill_s = trace.block_tokens / settings.prefill_tokens_per_s
-    disk = []
+    disk: list[DiskPoint] = []
     for factor in (1, 2, 4, 8, 16):
         disk_blocks = min(factor * ram_blocks, enough - ram_blocks)
         if disk_blocks <= 0 or (disk and disk_blocks * settings.block_bytes <= disk[-1].capacity_bytes):
