@@ -178,6 +178,44 @@ def demo_model(
     print(prepare_demo_model(lambda step: print(f"{step} ...", file=sys.stderr), wheel))
 
 
+@app.command(
+    epilog=examples(
+        "kvtier simulate --seeds 0:200",
+        "kvtier simulate --seeds 17:18 --log -",
+        "kvtier simulate --seeds 0:50 --policy arc --operations 10000 --json",
+    )
+)
+def simulate(
+    *,
+    seeds: Annotated[
+        str, typer.Option(metavar="A:B", help="The seeds from A to B - 1. A seed decides everything.")
+    ] = "0:100",
+    operations: Annotated[int, typer.Option(help="Calls of the driver a seed, at least; 1000 or more.")] = 1000,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help=f"For all seeds: {', '.join(sorted(POLICIES))}. Default: each seed's own.", show_default=False
+        ),
+    ] = None,
+    log: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write every event there; - is the standard output.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    timings: Annotated[
+        bool, typer.Option("--timings", help="Say how long it took: the only thing that differs between two runs.")
+    ] = False,
+) -> None:
+    """Run the managers in simulated time, with faults, and check every promise at every step.
+
+    The same seeds give the same output, byte for byte. The first broken promise ends the run with the command that
+    repeats it.
+    """
+    from kvtier.cli import simulate as simulating
+
+    options = simulating.Options(simulating.parse_seeds(seeds), operations, policy, log, as_json, timings)
+    simulating.run(options)
+
+
 app.command(epilog=examples(*replay.EXAMPLES))(replay.replay)
 app.command(epilog=examples(*plan.EXAMPLES))(plan.plan)
 app.add_typer(trace.app, name="trace")

@@ -12,15 +12,13 @@ from kvtier.manager.requests import RequestState
 Protected = list[Container[OffloadKey]]
 
 
-def protected_from(index: BlockIndex, own: dict[OffloadKey, None], new: list[OffloadKey]) -> Protected:
+def protected_from(index: BlockIndex, own: set[OffloadKey], new: list[OffloadKey]) -> Protected:
     """What no store of the keys `own`, of which `new` are to be stored, may evict."""
-    protected: Protected = []
+    protected: Protected = [own] if len(new) < len(own) else []
     if index.pins:
         protected.append(index.pins)
     if index.in_flight:
         protected.append(index.in_flight)
-    if len(new) < len(own):
-        protected.append(own)
     return protected
 
 

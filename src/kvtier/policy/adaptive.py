@@ -108,7 +108,8 @@ class AdaptiveCachePolicy(CachePolicy):
         path = self._access(keys, first_use)
         if path:
             deepest = path[0]
-            if deepest.uses == 1 and deepest.kind != _TAIL and deepest.keys[0] == keys[0] and keys[0] in first_use:
+            is_new_end = deepest.uses == 1 and not deepest.children and deepest.kind != _TAIL
+            if is_new_end and deepest.keys[0] == keys[0] and keys[0] in first_use:
                 self._mark_tail(deepest)
         self._now += 1
         if self._now >= self._refresh_at:
@@ -298,7 +299,7 @@ class AdaptiveCachePolicy(CachePolicy):
 
     def _evict_anything(self, count: int, protected: Sequence[Container[OffloadKey]]) -> list[OffloadKey]:
         """What is left to be evicted has protected keys behind it, or beside it in its segment."""
-        victims = []
+        victims: list[OffloadKey] = []
         for key in self:
             if len(victims) < count and not any(key in container for container in protected):
                 victims.append(key)
