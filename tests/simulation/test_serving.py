@@ -86,8 +86,10 @@ def test_a_request_whose_prefix_is_on_its_way_waits_for_it():
 def test_nobody_waits_past_the_deadline():
     slow = LinkSpeed(100.0, math.inf)
     result = serve(
-        trace_of((0, range(10)), (1.1, range(10))), CPUOffloadingManager(100, deadline_s=2.0),
-        store_speed=slow, deadline_s=2.0,
+        trace_of((0, range(10)), (1.1, range(10))),
+        CPUOffloadingManager(100, deadline_s=2.0),
+        store_speed=slow,
+        deadline_s=2.0,
     )
     assert result.loaded_blocks.tolist() == [0, 0]
     assert result.ttft_s[1] == pytest.approx(2.0 + 1.0)
