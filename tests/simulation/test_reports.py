@@ -54,7 +54,8 @@ def visible_charts(page) -> list[dict]:
     return page.evaluate(
         """() => [...document.querySelectorAll('svg')].filter(svg => svg.checkVisibility()).map(svg => {
             const box = svg.getBoundingClientRect();
-            const shapes = [...svg.querySelectorAll('polyline, rect')].map(shape => shape.getBoundingClientRect());
+            const shapes = [...svg.querySelectorAll('polyline, rect:not([width="0.0"])')]
+                .map(shape => shape.getBoundingClientRect());
             const colours = [...svg.querySelectorAll('polyline')].map(line => getComputedStyle(line).stroke);
             return {width: box.width, height: box.height, label: svg.getAttribute('aria-label'), colours,
                     drawn: shapes.filter(shape => shape.width > 0 && shape.left >= box.left - 1 &&
