@@ -371,6 +371,9 @@ class CachePolicy(ABC):
         """
         return self.evict(count, protected)
 
+    def decline(self, keys: Sequence[OffloadKey]) -> None:
+        """Keys, not resident, in prefix order, that were offered and are not stored. A policy may learn from it."""
+
     @abstractmethod
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         """Forgets resident keys that were not evicted (a failed store or load). Leaves no ghosts."""

@@ -275,8 +275,7 @@ class CPUOffloadingManager(OffloadingManager):
         request: RequestState | None = req_context._states.get(self)
         if request is None:
             return
-        if request.accessed:
-            self.policy.settle(reversed(request.accessed), request.inserted)
+        self.policy.settle(reversed(request.accessed), request.inserted)
         if request.loads:
             # only its open loads are still of interest
             rest = req_context._states[self] = RequestState()
@@ -419,6 +418,7 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Of the offered `keys`, and of the `new` ones among them, those that are not behind the first `fitting`."""
         self._counters["shed_blocks"] += len(new) - fitting
+        self.policy.decline(new[fitting:])
         return keys[: keys.index(new[fitting])], new[:fitting]
 
     def _grant(
