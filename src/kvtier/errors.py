@@ -45,3 +45,17 @@ class TransferError(KVTierError):
 
 class TierError(KVTierError, OSError):
     """A tier's medium could not be opened, is in use by another process, or could not make an epoch durable."""
+
+
+class SimulationError(KVTierError, AssertionError):
+    """A simulated run broke a promise: a bug in what was simulated, or in the simulation.
+
+    `seed` and `step` say where; `command` repeats it.
+    """
+
+    def __init__(self, seed: int, step: int, what: str, command: str) -> None:
+        super().__init__(f"seed {seed}, step {step}: {what}; to repeat it: {command}")
+        self.seed = seed
+        self.step = step
+        self.what = what
+        self.command = command

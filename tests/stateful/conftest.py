@@ -4,10 +4,12 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+# some four in ten examples are cut short by the engine of Hypothesis: so many make 200 of full length
+_CI_EXAMPLES = 360
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 settings.register_profile(
     "ci",
-    max_examples=200,
+    max_examples=_CI_EXAMPLES,
     stateful_step_count=100,
     deadline=None,
     derandomize=True,

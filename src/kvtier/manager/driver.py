@@ -150,9 +150,14 @@ class RequestDriver:
 
     # -- workers ---------------------------------------------------------------------------------------------
 
-    def report(self, job_id: int, num_ranks: int = 1, failed: bool = False) -> TransferRecord | None:
-        """A worker is done with a job. Returns the job's record when the last rank has reported."""
-        record = self.jobs.report(job_id, num_ranks, failed)
+    def report(
+        self, job_id: int, num_ranks: int = 1, failed: bool = False, rank: int | None = None
+    ) -> TransferRecord | None:
+        """A worker is done with a job. Returns the job's record when the last rank has reported.
+
+        With several ranks that report one by one, `rank` names the one: a report that comes twice then counts once.
+        """
+        record = self.jobs.report(job_id, num_ranks, failed, rank)
         if record is None:
             return None
         if not record.is_store:
@@ -161,8 +166,10 @@ class RequestDriver:
                 if not self._being_loaded[key]:
                     del self._being_loaded[key]
         request = self._requests.get(record.req_context.req_id)
-        if request is not None:
+        if request is not None and request.context is record.req_context:
             request.jobs.discard(job_id)
+            if record.failed and not record.is_store:
+                request.num_offered = 0  # what it computes instead is not stored any more: it is offered again
         return record
 
     def reset(self) -> None:

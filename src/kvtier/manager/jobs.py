@@ -20,6 +20,8 @@ class TransferRecord:
     """Ranks that have not reported yet."""
     failed: bool = False
     """At least one rank has failed."""
+    reported: int = 0
+    """Bit `rank` is set: that rank has reported."""
 
 
 class JobTable:
@@ -27,7 +29,8 @@ class JobTable:
 
     A job of which one rank failed is failed as a whole, but not before the others are done: until then they may
     still write (or read) the slots. The table survives a reset of the cache: the manager has condemned the slots,
-    and each is free when its job ends. Reports of unknown jobs are counted and ignored.
+    and each is free when its job ends. Reports of unknown jobs, and second reports of a rank that is named, are counted
+    and ignored.
     """
 
     def __init__(self, manager: OffloadingManager, num_ranks: int = 1) -> None:
@@ -40,12 +43,20 @@ class JobTable:
         """A job was handed to every rank. The caller guarantees a fresh `job_id`. O(1)."""
         self._jobs[job_id] = TransferRecord(job_id, req_context, spec, is_store, self._num_ranks)
 
-    def report(self, job_id: int, num_ranks: int = 1, failed: bool = False) -> TransferRecord | None:
-        """`num_ranks` more ranks are done with the job. Returns its record if it has ended with this. O(blocks)."""
+    def report(
+        self, job_id: int, num_ranks: int = 1, failed: bool = False, rank: int | None = None
+    ) -> TransferRecord | None:
+        """`num_ranks` more ranks are done with the job. Returns its record if it has ended with this. O(blocks).
+
+        A caller that reports for one rank names it in `rank`: where reports can come twice, only that keeps the job
+        open while another rank still copies.
+        """
         record = self._jobs.get(job_id)
-        if record is None:
+        if record is None or (rank is not None and record.reported >> rank & 1):
             self.num_unknown_reports += 1
             return None
+        if rank is not None:
+            record.reported |= 1 << rank
         record.failed = record.failed or failed
         record.num_pending -= num_ranks
         if record.num_pending > 0:

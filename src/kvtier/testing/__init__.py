@@ -1,5 +1,6 @@
-"""For those who write managers, policies and tiers of their own: a reference model to compare with."""
+"""For those who write managers, policies, tiers and workers of their own: a reference model, and injected faults."""
 
+from kvtier.testing.faulty_worker import FaultyWorker, WorkerFaults
 from kvtier.testing.model import ReferenceManager
 from kvtier.testing.model_policies import ReferenceARC, ReferenceLRU
 from kvtier.testing.observe import eviction_order, make_keys, snapshot, store_ready
@@ -8,12 +9,14 @@ from kvtier.testing.tier_driver import TierDriver
 from kvtier.testing.tier_suite import TierConformance
 
 __all__ = [
+    "FaultyWorker",
     "ReferenceARC",
     "ReferenceLRU",
     "ReferenceManager",
     "SimulatedFileSystem",
     "TierConformance",
     "TierDriver",
+    "WorkerFaults",
     "eviction_order",
     "make_keys",
     "snapshot",

@@ -85,16 +85,15 @@ class TierCatalog:
         if not granted:
             return [key in index.ready for key in accepted]
         new = new[:granted]
-        slots, generation = index.allocate(new)
+        slot_of, _, generation = index.allocate(new)
         self.policy.insert(new)
-        places = {key: Place(key, slot, generation) for key, slot in zip(new, slots, strict=True)}
+        places = {key: Place(key, slot, generation) for key, slot in slot_of.items()}
         return [places.get(key) or key in index.ready for key in accepted]
 
     def end_store(self, place: Place, success: bool) -> bool:
         """The write is over. True if the block is ready now. (No write begins twice, so none ends twice.)"""
         index = self._index
-        write = index.in_flight.get(place.key)
-        if write is None or write.generation != place.generation:
+        if index.in_flight.get(place.key) != place.index or index.generations[place.index] != place.generation:
             index.writer_left(place.index)  # reset, or dropped, under its writer
             return False
         if success:
@@ -112,7 +111,7 @@ class TierCatalog:
         """Pins those of `keys` that are ready. For each key its place, or None."""
         index = self._index
         slots = list(map(index.ready.get, keys, repeat(None)))
-        index.pin({key: None for key, slot in zip(keys, slots, strict=True) if slot is not None})
+        index.pin({key: 1 for key, slot in zip(keys, slots, strict=True) if slot is not None})
         return [
             None if slot is None else Place(key, slot, index.generations[slot])
             for key, slot in zip(keys, slots, strict=True)
