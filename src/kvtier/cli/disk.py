@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from kvtier.cli.options import examples
 from kvtier.errors import ConfigurationError, TierError
 from kvtier.runtime.config import parse_size
 from kvtier.tiers.disk.filesystem import FileSystem
@@ -134,9 +135,9 @@ def gc(
 
 def register(app: typer.Typer) -> None:
     """Adds the three subcommands."""
-    app.command("inspect")(inspect)
-    app.command("verify")(verify_command)
-    app.command("gc")(gc)
+    app.command("inspect", epilog=examples("kvtier inspect /nvme/kv", "kvtier inspect /nvme/kv --json"))(inspect)
+    app.command("verify", epilog=examples("kvtier verify /nvme/kv"))(verify_command)
+    app.command("gc", epilog=examples("kvtier gc /nvme/kv --older-than 7d", "kvtier gc /nvme/kv --max-size 50GiB"))(gc)
 
 
 def _contents(folder: Path) -> list[tuple[CacheFolder, CacheContent | None]]:
