@@ -148,7 +148,7 @@ def test_a_run_in_which_nothing_moves_ends(monkeypatch):
     )
     what = find().what
     assert "nothing has happened" in what or "no end" in what
-    assert re.search(r"requests: r\d+ (loading|waiting).*open jobs: \[\d+", what)
+    assert re.search(r"requests: .*open jobs: \[\d+", what)
 
 
 def test_an_exception_is_a_broken_promise(monkeypatch):
