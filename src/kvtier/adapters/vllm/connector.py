@@ -36,7 +36,7 @@ from kvtier.runtime import parse_config
 
 logger = init_logger(__name__)
 
-IDLE_STEP_S = 0.005
+IDLE_STEP_S = 0.01
 """How long a step that computes nothing may wait for a transfer to end: so long may a new request be held up by it."""
 
 
