@@ -1,10 +1,18 @@
-"""For those who write managers, policies and tiers of their own: a reference model to compare with."""
+"""For those who write managers, policies and tiers of their own: a reference model to compare with.
 
+`kvtier.testing.driver_machine` has a Hypothesis state machine over the request-level driver (it needs `hypothesis`);
+`CheckedDriver` is what it drives, for use by hand or from a simulation.
+"""
+
+from kvtier.testing.checked_driver import CheckedDriver
 from kvtier.testing.model import ReferenceManager
 from kvtier.testing.model_policies import ReferenceARC, ReferenceLRU
 from kvtier.testing.observe import eviction_order, make_keys, snapshot, store_ready
+from kvtier.testing.promises import Promises
 
 __all__ = [
+    "CheckedDriver",
+    "Promises",
     "ReferenceARC",
     "ReferenceLRU",
     "ReferenceManager",

@@ -162,7 +162,7 @@ class CheckedDriver:
         evicted = {key for key in ledger.present if self.manager.residency(key) is not Residency.READY}
         wanted = [key for key in new if key in stored or self._must_admit(key)]
         room = num_free + len(evictable)
-        self._check_grant(request, stored, wanted, room)
+        self._check_grant(request, stored, wanted, self._admissible(new), room)
         assert evicted <= evictable, f"evicted what is read, or the request's own: {evicted - evictable}"
         needed = max(0, len(stored) - num_free)
         assert len(evicted) == needed, f"evicted {len(evicted)} blocks for {len(stored)} with {num_free} slots free"
@@ -179,17 +179,22 @@ class CheckedDriver:
         ledger.begin(job)
         return job
 
-    def _check_grant(self, request: Request, stored: list[OffloadKey], wanted: list[OffloadKey], room: int) -> None:
-        """`stored` is exactly what of `wanted` had to be accepted."""
+    def _check_grant(
+        self, request: Request, stored: list[OffloadKey], wanted: list[OffloadKey], allowed: set[OffloadKey], room: int
+    ) -> None:
+        """`stored` is exactly what of `wanted` had to be accepted, and nothing that must not be."""
         fitting = min(len(wanted), room)
         if self.promises.stores_prefixes:
             fitting = 0 if request.cut else fitting
             request.cut = request.cut or fitting < len(wanted)
-        elif fitting < len(wanted):
-            fitting = 0
+        elif fitting < len(wanted) or (not stored and len(allowed) > room):
+            fitting = 0  # refused whole
         assert stored == wanted[:fitting], f"stored {stored} of {wanted} where {room} fit (cut: {request.cut})"
-        for key in stored:
-            assert self._asked[key] >= self.promises.store_threshold, f"{key!r} was not asked for often enough"
+        assert allowed.issuperset(stored), f"not asked for often enough: {set(stored) - allowed}"
+
+    def _admissible(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+        """What a reuse filter can have seen often enough."""
+        return {key for key in keys if self._asked[key] >= self.promises.store_threshold}
 
     def _note_offers(self, request: Request, keys: Sequence[OffloadKey]) -> None:
         self._asked.update(keys)
@@ -281,6 +286,9 @@ class CheckedDriver:
         for request in self.requests.values():
             request.num_offered = 0
         self._expect_events(removed=gone)
+        if not self.promises.fences_resets:
+            for job in self.jobs:
+                self.run(job)
 
     def workers_die(self, loses_memory: bool) -> None:
         """Every worker is gone and others take over. What was open never moves again; its end may be told late."""

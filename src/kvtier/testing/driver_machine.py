@@ -42,6 +42,7 @@ _mostly = st.integers(0, 3).map(lambda number: number != 2)
 class DriverMachine(RuleBasedStateMachine):
     """Overridden by class attributes and `make_manager`. Every step ends with `CheckedDriver.check`."""
 
+    prompts = PROMPTS
     capacity_blocks = 6
     num_ranks = 2
     policy_name = "lru"
@@ -86,7 +87,7 @@ class DriverMachine(RuleBasedStateMachine):
         name = f"request-{request}"
         if name in self.world.requests:
             self.world.finish(self.world.requests[name], cancels)
-        self.world.add_request(name, PROMPTS[prompt])
+        self.world.add_request(name, self.prompts[prompt % len(self.prompts)])
 
     @precondition(lambda self: self.world.requests)
     @rule(request=_requests, engine_blocks=st.integers(0, 2), wanted=_blocks)
