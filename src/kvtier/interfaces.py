@@ -35,6 +35,17 @@ class Residency(enum.Enum):
     """Not there, or not for this request (its deadline has passed)."""
 
 
+class BreakerState(enum.Enum):
+    """What a tier's circuit breaker lets through."""
+
+    CLOSED = "closed"
+    """Everything."""
+    OPEN = "open"
+    """Nothing, until the cool-down is over."""
+    HALF_OPEN = "half-open"
+    """One transfer, the probe. While that is on its way: nothing."""
+
+
 class PrefixLookup(NamedTuple):
     """Answer of `OffloadingManager.lookup_prefix`."""
 
@@ -77,8 +88,8 @@ class CPULoadStoreSpec(LoadStoreSpec):
     `block_ids[i]` (int64) is the slot of `keys[i]` and `generations[i]` (int64) that slot's allocation number:
     completing by a spec whose generations no longer match is ignored by the manager. Both arrays are made when they
     are first read. `keys` stay on the side of the manager: a pickled spec arrives without them. `begin_by_s` is the
-    manager's time by which a load must have begun (None: no limit); a worker that has not begun by then cancels it
-    and reports it failed. `ended` is the manager's own: the keys whose load by this very spec is over, so that no
+    manager's time by which the transfer must have begun (None: no limit); a worker that has not begun by then cancels
+    it and reports it failed. `ended` is the manager's own: the keys whose load by this very spec is over, so that no
     completion counts twice.
     """
 
@@ -151,6 +162,8 @@ class ManagerStats:
     """Now: visible blocks that at least one load reads."""
     condemned_blocks: int
     """Now: invisible slots whose last reader or writer has not left."""
+    breaker_state: BreakerState = BreakerState.CLOSED
+    """Now: whether the tier is used, or was shut off since its transfers kept failing."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Name to count, for example `stored_blocks`, `evicted_blocks`, `shed_blocks`, `late_completions`."""
 
@@ -166,6 +179,10 @@ class OffloadingManager(ABC):
 
     **Bounded waiting.** A request has one deadline, counted from its first `None` (or `defer`); once past it,
     every block that is not ready is absent for that request until it finishes.
+
+    **Cheaper than waiting.** A manager that knows how fast the engine computes (`tell_recompute_rate`) and has seen
+    how fast stores complete lets no request wait for longer than what it waits for is worth: from then on blocks in
+    flight are absent for that request, as if its deadline had passed (it may still `defer` to a load).
 
     **Completion.** `complete_*` with the `spec` of the `prepare_*` call is fenced: a slot whose generation has
     moved on is counted and ignored. Without a spec a completion applies to the keys' current entries, which is
@@ -250,6 +267,18 @@ class OffloadingManager(ABC):
     def still_waiting(self, req_context: ReqContext) -> bool:
         """Whether the block that deferred this request is still on its way and its deadline not passed. O(1)."""
 
+    def worth_waiting(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
+        """Whether waiting for those of `keys` that are in flight is expected to be cheaper than recomputing them.
+
+        `keys` are what the request would use, shallowest first. False is final for the request: it does not wait for
+        blocks in flight any more. True as long as too little is known. `lookup_prefix` asks this by itself; engines
+        that look up key by key call it when a look-up was None. O(keys + blocks in flight), O(1) if nothing is known.
+        """
+        return True
+
+    def tell_recompute_rate(self, blocks_per_s: float | None) -> None:
+        """How many blocks a second the engine computes, configured or measured. None: not known (any more)."""
+
     @abstractmethod
     def defer(self, req_context: ReqContext) -> bool:
         """The request waits for something the manager cannot see. False once its deadline has passed. O(1)."""
@@ -328,6 +357,16 @@ class CachePolicy(ABC):
 
         Atomic: None, and nothing changed, if there are not that many. O(victims + protected keys passed over).
         """
+
+    def evict_for(
+        self, newcomers: Sequence[OffloadKey], count: int, protected: Sequence[Container[OffloadKey]] = ()
+    ) -> list[OffloadKey] | None:
+        """As `evict`, to make room for the last `count` of `newcomers`, which are in prefix order and not resident.
+
+        A policy may return fewer victims where the others are worth more than what they would make room for: then
+        only so many fewer of the newcomers, the leading ones, are to be inserted. Here it never does.
+        """
+        return self.evict(count, protected)
 
     @abstractmethod
     def remove(self, keys: Iterable[OffloadKey]) -> None:

@@ -44,7 +44,7 @@ MUTANTS = [
     # evicting
     Mutant("evict-pinned", _ROOM, "protected.append(index.pins)", "pass", "evicts a block that a load reads"),
     Mutant("evict-in-flight", _ROOM, "protected.append(index.in_flight)", "pass", "evicts a block that a store writes"),
-    Mutant("evict-own-keys", _ROOM, "protected.append(own)", "pass", "evicts a key of the very call"),
+    Mutant("evict-own-keys", _ROOM, "[own] if len(new) < len(own) else []", "[]", "evicts a key of the very call"),
     Mutant(
         "evict-own-prefix",
         _ROOM,
@@ -52,7 +52,9 @@ MUTANTS = [
         "",
         "a long prompt evicts its own beginning",
     ),
-    Mutant("store-behind-a-hole", _ROOM, "        request.shed = True\n", "", "stores what lies behind a cut"),
+    Mutant(
+        "store-behind-a-hole", _ROOM, "    request.shed = len(victims) < count\n", "", "stores what lies behind a cut"
+    ),
     Mutant(
         "room-off-by-one",
         _CPU,
@@ -75,7 +77,13 @@ MUTANTS = [
         "the beginning of a prompt leaves before its end",
     ),
     # waiting
-    Mutant("deadline-forgotten", _REQUESTS, "if now_s >= self.deadline_at_s:", "if False:", "no wait ever ends"),
+    Mutant(
+        "deadline-forgotten",
+        _REQUESTS,
+        "self.expired = now_s >= self.deadline_at_s",
+        "self.expired = False",
+        "no wait ever ends",
+    ),
     Mutant(
         "deadline-restarts",
         _REQUESTS,
@@ -86,8 +94,8 @@ MUTANTS = [
     Mutant(
         "still-waiting-for-ever",
         _CPU,
-        "        return self._may_wait(request)\n",
-        "        return True\n",
+        "            return False\n        return self._may_wait_for_stores(request)\n",
+        "            return False\n        return True\n",
         "the short answer to a deferred request knows no deadline",
     ),
     Mutant(
@@ -158,8 +166,8 @@ MUTANTS = [
     Mutant(
         "store-fence-skipped",
         _COMPLETIONS,
-        "if write is not None and write.generation == generation:",
-        "if write is not None:",
+        "if index.in_flight.get(key) == slot and index.generations[slot] == generation:",
+        "if index.in_flight.get(key) is not None:",
         "a late completion publishes the next write of its key",
     ),
     Mutant(
@@ -222,8 +230,8 @@ MUTANTS = [
     Mutant(
         "slot-leaked",
         _BLOCKS,
-        "self._freed += [self._abandon_from.pop(key).slot_of(key) for key in keys]",
-        "[self._abandon_from.pop(key).slot_of(key) for key in keys]",
+        "self._freed += map(self._abandon_from.pop, keys)",
+        "list(map(self._abandon_from.pop, keys))",
         "the slot of a failed store is lost",
     ),
     Mutant(

@@ -562,6 +562,25 @@ def test_wait_gives_up_on_stores_that_do_not_begin(started) -> None:
     assert not pool[2].any()
 
 
+def test_lingering_ends_with_the_first_outcome_with_the_last_job_or_with_its_time(started) -> None:
+    gate = Gate(1, 2)
+    worker, _, _ = started(gate)
+    worker.wait_for_outcome(PATIENCE_S)  # nothing is open: at once
+    worker.submit(load(1, 1, 1))
+    worker.submit(load(2, 2, 2))
+    assert gate.entered[1].wait(PATIENCE_S)
+    worker.wait_for_outcome(0.0)
+    assert not worker.poll(), "its time was over before anything ended"
+    lingerer = threading.Thread(target=worker.wait_for_outcome, args=(PATIENCE_S,))
+    lingerer.start()
+    gate.go[1].set()
+    lingerer.join(PATIENCE_S / 2)
+    assert not lingerer.is_alive(), "the other load is still held"
+    assert [outcome.job_id for outcome in worker.poll()] == [1]
+    gate.open()
+    assert drain(worker, 1)[2].success
+
+
 def test_wait_tolerates_unknown_and_repeated_ids(started) -> None:
     worker, _, _ = started()
     worker.wait([])

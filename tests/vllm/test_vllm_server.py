@@ -57,6 +57,11 @@ class Server:
             assert time.monotonic() < give_up_at_s, f"still not: {what}\n{self._log.read_text()[-3000:]}"
             time.sleep(POLL_S)  # between two questions over HTTP or to /proc
 
+    @property
+    def log(self) -> str:
+        """What the server has printed so far."""
+        return self._log.read_text()
+
     def is_healthy(self) -> bool:
         assert self.process.poll() is None, self._log.read_text()[-6000:]
         with contextlib.suppress(OSError, urllib.error.URLError):
@@ -79,6 +84,7 @@ def serving(model: Path, folder: Path, settings: dict[str, Any], *arguments: str
     command += ["--enforce-eager", "--max-num-seqs", "8", "--kv-transfer-config"]
     command += [json.dumps(connector_arguments(settings)), *arguments]
     environment = {**os.environ, **engine_environment(multiprocess=True, ranks=ranks), "VLLM_SERVER_DEV_MODE": "1"}
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -116,6 +122,7 @@ def test_metrics_of_a_served_engine(smollm2, plain, tmp_path):
             lambda: server.metrics()["vllm:kvtier_loaded_blocks_total"] == num_blocks, "all prompts are loaded"
         )
 
+        assert "kvtier: RAM pool of" in server.log
         metrics = server.metrics()
         assert metrics["vllm:kv_offload_load_bytes_total"] == num_blocks * block_bytes
         assert metrics["vllm:kv_offload_store_bytes_total"] == num_blocks * block_bytes
@@ -123,7 +130,9 @@ def test_metrics_of_a_served_engine(smollm2, plain, tmp_path):
         assert metrics["vllm:kv_offload_load_size_count"] == len(prompts)
         assert metrics["vllm:kvtier_capacity_blocks"] == num_slots
         assert metrics["vllm:kvtier_ready_blocks"] == num_blocks
-        for name in ("in_flight_blocks", "pinned_blocks", "condemned_blocks", "evicted_blocks_total", "errors_total"):
+        idle = ["in_flight_blocks", "pinned_blocks", "condemned_blocks", "evicted_blocks_total", "errors_total"]
+        idle += ["failed_jobs_total", "breaker_openings_total", "breaker_state"]
+        for name in idle:
             assert metrics[f"vllm:kvtier_{name}"] == 0
         assert metrics["vllm:external_prefix_cache_hits_total"] == num_blocks * BLOCK
 
@@ -176,6 +185,42 @@ def test_a_killed_engine_leaves_nothing_behind(dense, tmp_path):
         server.wait_until(
             lambda: not set(os.listdir("/dev/shm")) - before - mapped_shared_memory(), "nothing is left in /dev/shm"
         )
+
+
+def test_two_data_parallel_ranks_have_a_pool_each_and_leave_nothing_behind(dense, tmp_path):
+    pools_folder = tmp_path / "pools"
+    pools_folder.mkdir()
+    arguments = ["--num-gpu-blocks-override", "40", "--max-model-len", "640", "--skip-tokenizer-init"]
+    settings = {"ram": "64MiB", "pool_dir": str(pools_folder)}
+    with serving(dense, tmp_path, settings, *arguments, "--data-parallel-size", "2", ranks=2) as server:
+        for seed in range(4):
+            server.complete(dense, Prompts(20 + seed)(9 * BLOCK))
+        session = [pid for pid in all_pids() if in_session(pid, server.process.pid)]
+        users = {pid: unnamed_files(pid, pools_folder) for pid in session}
+        pools = [files for pid, files in users.items() if files]
+        assert len(set().union(*pools)) == 2, "one pool for each rank"
+        assert all(len(files) == 1 for files in pools), "nobody has the pool of the other rank"
+        assert server.log.count("kvtier: RAM pool of") == 2
+        assert list(pools_folder.iterdir()) == []
+        for pid in session:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        server.wait_until(lambda: not any(map(is_alive, session)), "they are all dead")
+    assert list(pools_folder.iterdir()) == []
+
+
+def unnamed_files(pid: int, folder: Path) -> set[tuple[str, str]]:
+    """(device, inode) of every file without a name in `folder` that the process has mapped."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {tuple(line.split()[3:5]) for line in lines if f"{folder}/" in line and "(deleted)" in line}
+    return set()
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    return False
 
 
 def in_session(pid: int, session: int) -> bool:

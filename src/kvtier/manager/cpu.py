@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import filterfalse, takewhile
 from typing import cast
@@ -12,6 +12,7 @@ from kvtier.errors import BlockNotReadyError, ConfigurationError, InvariantError
 from kvtier.events import OffloadingEvent
 from kvtier.index import BlockIndex
 from kvtier.interfaces import (
+    BreakerState,
     CPULoadStoreSpec,
     LoadStoreSpec,
     ManagerStats,
@@ -24,9 +25,11 @@ from kvtier.interfaces import (
 from kvtier.keys import OffloadKey
 from kvtier.manager import completions
 from kvtier.manager.ages import StoreAges
+from kvtier.manager.breaker import CircuitBreaker, Transfer
 from kvtier.manager.requests import RequestState
 from kvtier.manager.reuse_filter import ReuseFilter
 from kvtier.manager.room import evict_for_all, evict_for_prefix, protected_from
+from kvtier.manager.waiting import WaitingCost
 from kvtier.policy import make_policy
 
 _READY, _ARRIVING, _ABSENT = Residency.READY, Residency.ARRIVING, Residency.ABSENT  # members are slow to look up
@@ -39,6 +42,9 @@ class CPUOffloadingManager(OffloadingManager):
     not. `deadline_s` bounds a request's waiting; 0 means that it never waits. A store that has not completed
     `store_timeout_s` after it was prepared is reaped: its keys become absent and its slots are condemned until a
     completion by spec, or `writers_died`, says that nobody writes them any more.
+
+    With a `breaker` (which is then this manager's) the tier is not used while that is shut: look-ups answer absent,
+    and stores are shed.
 
     Raises ConfigurationError for values outside what is said here.
     """
@@ -53,6 +59,7 @@ class CPUOffloadingManager(OffloadingManager):
         *,
         deadline_s: float = 5.0,
         store_timeout_s: float = 30.0,
+        breaker: CircuitBreaker | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ConfigurationError(f"num_blocks is {num_blocks}; allowed: 1 or more")
@@ -71,13 +78,17 @@ class CPUOffloadingManager(OffloadingManager):
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._now_s = -math.inf
         self._ages = StoreAges(store_timeout_s)
-        self._counters: Counter[str] = Counter()
+        self._counters: defaultdict[str, int] = defaultdict(int)  # a Counter sets its items through Python slots
+        self._cost = WaitingCost()
+        self.breaker = breaker
 
     # -- look-up ---------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._filter is not None:
             self._filter.count_lookups((key,), req_context)
+        if self.breaker is not None and self.breaker.is_shut:
+            return False
         if key in self._ready:
             return True
         if key not in self._in_flight:
@@ -85,6 +96,8 @@ class CPUOffloadingManager(OffloadingManager):
         return None if self._defer_on(key, req_context) else False
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixLookup:
+        if self.breaker is not None and self.breaker.is_shut:
+            return PrefixLookup(0, _ABSENT)
         num_ready = len(list(takewhile(self._ready.__contains__, keys)))
         if self._filter is not None:
             self._filter.count_lookups(keys[: num_ready + 1], req_context)
@@ -93,10 +106,16 @@ class CPUOffloadingManager(OffloadingManager):
         if not self._in_flight:
             return PrefixLookup(num_ready, _ABSENT)
         key = keys[num_ready]
-        waits = key in self._in_flight and self._defer_on(key, req_context)
+        waits = (
+            key in self._in_flight
+            and self.worth_waiting(keys[num_ready:], req_context)
+            and self._defer_on(key, req_context)
+        )
         return PrefixLookup(num_ready, _ARRIVING if waits else _ABSENT)
 
     def residency(self, key: OffloadKey) -> Residency:
+        if self.breaker is not None and self.breaker.is_shut:
+            return _ABSENT
         if key in self._ready:
             return _READY
         return _ARRIVING if key in self._in_flight else _ABSENT
@@ -105,7 +124,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         keys = list(keys)
-        own = dict.fromkeys(keys)
+        own = dict.fromkeys(keys, 1)
         if len(own) < len(keys):
             raise completions.named_twice(keys)
         try:
@@ -123,6 +142,8 @@ class CPUOffloadingManager(OffloadingManager):
         begin_by_s = request.load_begin_by_s(self._now_s, self.deadline_s) if self._now_s > -math.inf else None
         spec = CPULoadStoreSpec(slots, list(map(index.generations.__getitem__, slots)), keys, begin_by_s)
         request.load_begun(spec)
+        if self.breaker is not None:
+            self.breaker.note_begun()
         return spec
 
     def complete_load(
@@ -147,7 +168,12 @@ class CPUOffloadingManager(OffloadingManager):
             if missing is not None:
                 raise completions.not_pinned(missing)
             request.load_ended(keys)
-        if not success:
+        if success:
+            if self.breaker is not None and keys:
+                self.breaker.note_success(Transfer.LOAD)
+        elif keys:
+            if self.breaker is not None:
+                self.breaker.note_failure(Transfer.LOAD)
             self._counters["failed_load_blocks"] += len(keys)
             self._withdraw(list(filter(self._ready.__contains__, keys)))
 
@@ -155,41 +181,45 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         keys = list(keys)
-        own = dict.fromkeys(keys)
-        if len(own) < len(keys):
+        distinct = set(keys)
+        if len(distinct) < len(keys):
             raise completions.named_twice(keys)
         request: RequestState = req_context._states.get(self) or self._request(req_context)
-        new = self._storable(keys)
+        if self.breaker is not None and self.breaker.is_shut:
+            return self._shed_all(keys, distinct, request)
+        new = self._storable(keys, distinct)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         if missing > 0:
-            victims = evict_for_all(self.policy, missing, protected_from(self._index, own, new), request)
+            victims = evict_for_all(self.policy, new, missing, protected_from(self._index, distinct, new), request)
             if victims is None:
                 self._counters["refused_blocks"] += len(new)
                 return None
             evicted = victims
-        return self._grant(own, new, evicted, request, req_context)
+            if len(evicted) < missing:
+                keys, new = self._shed(keys, new, len(new) - missing + len(evicted))
+        return self._grant(keys, new, evicted, request, req_context)
 
     def prepare_store_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         keys = list(keys)
-        own = dict.fromkeys(keys)
-        if len(own) < len(keys):
+        distinct = set(keys)
+        if len(distinct) < len(keys):
             raise completions.named_twice(keys)
         request: RequestState = req_context._states.get(self) or self._request(req_context)
-        new = self._storable(keys)
+        if self.breaker is not None and self.breaker.is_shut:
+            return self._shed_all(keys, distinct, request)
+        new = self._storable(keys, distinct)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         fitting = len(new)
         if request.shed:
             fitting = 0
         elif missing > 0:
-            evicted = evict_for_prefix(self.policy, missing, protected_from(self._index, own, new), request)
+            evicted = evict_for_prefix(self.policy, new, missing, protected_from(self._index, distinct, new), request)
             fitting -= missing - len(evicted)
         if fitting < len(new):
-            self._counters["shed_blocks"] += len(new) - fitting
-            own = dict.fromkeys(keys[: keys.index(new[fitting])])
-            new = new[:fitting]
-        return self._grant(own, new, evicted, request, req_context)
+            keys, new = self._shed(keys, new, fitting)
+        return self._grant(keys, new, evicted, request, req_context)
 
     def complete_store(
         self,
@@ -207,6 +237,8 @@ class CPUOffloadingManager(OffloadingManager):
         if success:
             arrived = self._index.publish(arriving)
             self._counters["stored_blocks"] += len(arrived)
+            if self.breaker is not None and arrived:
+                self.breaker.note_success(Transfer.STORE)
             if self._events is not None:
                 self._emit(arrived, removed=False)
             return
@@ -215,6 +247,8 @@ class CPUOffloadingManager(OffloadingManager):
             self._index.abandon(failed)
             self.policy.remove(failed)
             self._counters["failed_store_blocks"] += len(failed)
+            if self.breaker is not None:
+                self.breaker.note_failure(Transfer.STORE)
 
     def writers_died(self) -> None:
         for slot in [slot for slot, entry in self._index.condemned.items() if entry.has_writer]:
@@ -230,7 +264,10 @@ class CPUOffloadingManager(OffloadingManager):
             self._filter.count_offers(keys, req_context)
 
     def on_new_request(self, req_context: ReqContext) -> None:
-        self._request(req_context).introduced = True
+        request = req_context._states.get(self)
+        if request is None:
+            request = req_context._states[self] = RequestState()
+        request.introduced = True
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if self._filter is not None:
@@ -242,7 +279,8 @@ class CPUOffloadingManager(OffloadingManager):
             self.policy.settle(reversed(request.accessed), request.inserted)
         if request.loads:
             # only its open loads are still of interest
-            req_context._states[self] = RequestState(request.loads)
+            rest = req_context._states[self] = RequestState()
+            rest.loads = request.loads
         else:
             del req_context._states[self]
 
@@ -252,17 +290,34 @@ class CPUOffloadingManager(OffloadingManager):
         request: RequestState | None = req_context._states.get(self)
         if request is None or request.stuck_key not in self._in_flight:
             return False
-        return self._may_wait(request)
+        if self.breaker is not None and self.breaker.is_shut:
+            return False
+        return self._may_wait_for_stores(request)
+
+    def worth_waiting(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
+        if self._cost.recompute_blocks_per_s is None or not self._in_flight:
+            return True
+        request = self._request(req_context)
+        patience_s = self._cost.patience_s(keys, self._ready, self._in_flight)
+        request.patient_until_s = min(request.patient_until_s, self._now_s + patience_s)
+        return request.is_patient(self._now_s, self._counters)
+
+    def tell_recompute_rate(self, blocks_per_s: float | None) -> None:
+        self._cost.tell(blocks_per_s)
 
     def defer(self, req_context: ReqContext) -> bool:
-        return self._may_wait(self._request(req_context))
+        return self._request(req_context).may_wait(self._now_s, self.deadline_s, self._counters)
 
     def advance(self, now_s: float) -> None:
         if now_s <= self._now_s:
             return
-        if self._now_s == -math.inf:
-            self._ages.time_begins(now_s)
+        # what began before the time was first told begins to age now
+        self._ages.note(now_s if self._now_s == -math.inf else self._now_s, self._index.num_allocations)
         self._now_s = now_s
+        if self.breaker is not None:
+            self.breaker.advance(now_s)
+        if self._cost.recompute_blocks_per_s is not None:
+            self._cost.observe(now_s, self._counters["stored_blocks"], bool(self._in_flight))
         if not self._in_flight:
             self._ages.forget()
         elif last_overdue := self._ages.last_overdue(now_s):
@@ -293,6 +348,7 @@ class CPUOffloadingManager(OffloadingManager):
             in_flight_blocks=len(self._in_flight),
             pinned_blocks=len(self._index.pins),
             condemned_blocks=len(self._index.condemned),
+            breaker_state=self.breaker.state if self.breaker is not None else BreakerState.CLOSED,
             counters=dict(self._counters),
         )
 
@@ -314,7 +370,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _defer_on(self, key: OffloadKey, req_context: ReqContext) -> bool:
         request = self._request(req_context)
-        if not self._may_wait(request):
+        if not self._may_wait_for_stores(request):
             return False
         if request.stuck_key not in self._in_flight:
             request.stuck_key = key
@@ -322,19 +378,22 @@ class CPUOffloadingManager(OffloadingManager):
             self._filter.note_deferred(req_context)
         return True
 
-    def _may_wait(self, request: RequestState) -> bool:
-        may_wait = request.may_wait(self._now_s, self.deadline_s)
-        if may_wait and not request.deferred:
-            request.deferred = True
-            self._counters["deferred_requests"] += 1
-        elif not may_wait and request.deferred:
-            request.deferred = False
-            self._counters["expired_requests"] += 1
-        return may_wait
+    def _may_wait_for_stores(self, request: RequestState) -> bool:
+        now_s, counters = self._now_s, self._counters
+        return request.is_patient(now_s, counters) and request.may_wait(now_s, self.deadline_s, counters)
 
-    def _storable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+    def _shed_all(self, keys: list[OffloadKey], distinct: set[OffloadKey], request: RequestState) -> PrepareStoreOutput:
+        """The tier is not used now: nothing of this is stored, and nothing behind it."""
+        num_shed = len(self._storable(keys, distinct))
+        self._counters["shed_blocks"] += num_shed
+        request.shed = request.shed or num_shed > 0
+        return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+
+    def _storable(self, keys: list[OffloadKey], distinct: set[OffloadKey]) -> list[OffloadKey]:
         """Those of `keys` that are neither stored nor in flight and that the filter admits, in order."""
-        new = list(filterfalse(self._ready.__contains__, keys))
+        new = keys
+        if not self._ready.keys().isdisjoint(distinct):
+            new = list(filterfalse(self._ready.__contains__, keys))
         if self._in_flight:
             new = list(filterfalse(self._in_flight.__contains__, new))
         if self._filter is not None:
@@ -343,14 +402,22 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["filtered_blocks"] += num_offered - len(new)
         return new
 
+    def _shed(
+        self, keys: list[OffloadKey], new: list[OffloadKey], fitting: int
+    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Of the offered `keys`, and of the `new` ones among them, those that are not behind the first `fitting`."""
+        self._counters["shed_blocks"] += len(new) - fitting
+        return keys[: keys.index(new[fitting])], new[:fitting]
+
     def _grant(
         self,
-        own: dict[OffloadKey, None],
+        keys: list[OffloadKey],
         new: list[OffloadKey],
         evicted: list[OffloadKey],
         request: RequestState,
         req_context: ReqContext,
     ) -> PrepareStoreOutput:
+        """Stores `new`, which are what is to be stored of `keys`, in place of `evicted`."""
         if self._filter is not None:
             self._filter.note_prepared(req_context)
         index = self._index
@@ -359,23 +426,22 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["evicted_blocks"] += len(evicted)
             if self._events is not None:
                 self._emit(evicted, removed=True)
-        if len(new) == len(own):
-            request.note_inserted(own)
-        else:
-            inserted = dict.fromkeys(new)
-            if self._filter is not None:
-                own = {key: None for key in own if key in inserted or index.state_of(key) is not None}
-            # in prefix order, also where stored and new blocks alternate
-            request.note_reused(own)
-            request.note_inserted(inserted)
+        if len(new) < len(keys):
+            # the new ones too, so that all are in prefix order where stored and new blocks alternate
+            stored = set(new)
+            request.note_reused({key: None for key in keys if key in stored or index.state_of(key) is not None})
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted)
-        slots, generation = index.allocate(new)
+        slot_of, slots, generation = index.allocate(new)
         self.policy.insert(new)
+        request.note_inserted(slot_of)
         if not request.introduced and len(request.accessed) > 2 * index.num_slots + 1024:
             request.keep_only(lambda key: index.state_of(key) is not None)
-        self._ages.note(self._now_s, generation)
-        return PrepareStoreOutput(new.copy(), CPULoadStoreSpec(slots, [generation] * len(slots), new), evicted)
+        if self.breaker is not None:
+            self.breaker.note_begun()
+        begin_by_s = self._now_s + self.store_timeout_s if self._now_s > -math.inf else None
+        spec = CPULoadStoreSpec(slots, [generation] * len(slots), new, begin_by_s)
+        return PrepareStoreOutput(new.copy(), spec, evicted)
 
     def _withdraw(self, keys: list[OffloadKey]) -> None:
         """Ready keys whose bytes are not to be trusted become absent."""
@@ -385,10 +451,13 @@ class CPUOffloadingManager(OffloadingManager):
         self.policy.remove(keys)
         self._emit(keys, removed=True)
 
-    def _reap(self, last_overdue: float) -> None:
+    def _reap(self, last_overdue: int) -> None:
         """Condemns the stores in flight of this generation and older."""
-        overdue = [key for key, write in self._in_flight.items() if write.generation <= last_overdue]
+        generations = self._index.generations
+        overdue = [key for key, slot in self._in_flight.items() if generations[slot] <= last_overdue]
         if overdue:
+            if self.breaker is not None:
+                self.breaker.note_failure(Transfer.STORE, len({generations[self._in_flight[key]] for key in overdue}))
             self._index.condemn_writes(overdue)
             self.policy.remove(overdue)
             self._counters["reaped_blocks"] += len(overdue)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection
+from typing import Any
 
 from kvtier.interfaces import CPULoadStoreSpec
 from kvtier.keys import OffloadKey
@@ -12,7 +14,7 @@ MIN_LOAD_BEGIN_S = 1.0
 """A load may always wait this long to begin, however short the deadline: the engine's own step comes first."""
 
 
-NO_KEYS: dict[OffloadKey, None] = {}
+NO_KEYS: dict[OffloadKey, Any] = {}
 NO_LOADS: list[CPULoadStoreSpec] = []
 """Nobody adds to these two: what a request has none of is replaced by its own."""
 
@@ -37,16 +39,16 @@ class RequestState:
     """Loads prepared and not yet completed, oldest first."""
     deadline_at_s = math.inf
     """Once the request has been told to wait: until when."""
+    patient_until_s = math.inf
+    """From then on computing is cheaper than waiting for blocks in flight."""
+    declined = False
+    """It has come to that."""
     deferred = False
     expired = False
     stuck_key: OffloadKey | None = None
     """The block that deferred the request last."""
 
-    def __init__(self, loads: list[CPULoadStoreSpec] = NO_LOADS) -> None:
-        if loads:
-            self.loads = loads
-
-    def note_reused(self, keys: dict[OffloadKey, None]) -> None:
+    def note_reused(self, keys: dict[OffloadKey, Any]) -> None:
         """The request has used blocks that were there. Takes over `keys`."""
         if not self.accessed:
             self.accessed = keys
@@ -55,7 +57,7 @@ class RequestState:
             self.accessed = dict(self.inserted)
         self.accessed.update(keys)
 
-    def note_inserted(self, keys: dict[OffloadKey, None]) -> None:
+    def note_inserted(self, keys: dict[OffloadKey, Any]) -> None:
         """The request stores these blocks. Takes over `keys`."""
         if not self.accessed:
             # one dictionary for both, since nearly every request that misses stores all that it accesses
@@ -95,19 +97,33 @@ class RequestState:
             named -= ending
         self.loads = [spec for spec in self.loads if len(spec.ended) < len(spec.keys)]
 
-    def may_wait(self, now_s: float, deadline_s: float) -> bool:
-        """Starts the request's deadline if it does not run yet; False once it has passed."""
+    def may_wait(self, now_s: float, deadline_s: float, counters: defaultdict[str, int]) -> bool:
+        """Starts the request's deadline if it does not run yet; False once it has passed. Counts either, once."""
         if self.expired:
             return False
-        if now_s == -math.inf:
-            return deadline_s > 0
-        if self.deadline_at_s == math.inf:
-            self.deadline_at_s = now_s + deadline_s
-        if now_s >= self.deadline_at_s:
-            self.expired = True
+        if now_s > -math.inf:
+            if self.deadline_at_s == math.inf:
+                self.deadline_at_s = now_s + deadline_s
+            self.expired = now_s >= self.deadline_at_s
+        may_wait = deadline_s > 0 and not self.expired
+        if not may_wait:
             self.stuck_key = None
-            return False
-        return True
+            counters["expired_requests"] += self.deferred
+            self.deferred = False
+        elif not self.deferred:
+            self.deferred = True
+            counters["deferred_requests"] += 1
+        return may_wait
+
+    def is_patient(self, now_s: float, counters: defaultdict[str, int]) -> bool:
+        """False, for good, once waiting for blocks in flight has cost what computing them would have. Counts it."""
+        if now_s < self.patient_until_s or self.patient_until_s == math.inf:
+            return True
+        self.stuck_key = None
+        if not self.declined:
+            self.declined = True
+            counters["declined_waits"] += 1
+        return False
 
     def load_begin_by_s(self, now_s: float, deadline_s: float) -> float | None:
         """When a load planned now must have begun: the request's waiting so far counts. None: nobody tells time."""

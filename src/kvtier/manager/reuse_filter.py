@@ -184,6 +184,12 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def still_waiting(self, req_context: ReqContext) -> bool:
         return self._backing.still_waiting(req_context)
 
+    def worth_waiting(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
+        return self._backing.worth_waiting(keys, req_context)
+
+    def tell_recompute_rate(self, blocks_per_s: float | None) -> None:
+        self._backing.tell_recompute_rate(blocks_per_s)
+
     def defer(self, req_context: ReqContext) -> bool:
         return self._backing.defer(req_context)
 

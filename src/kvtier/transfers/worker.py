@@ -156,6 +156,16 @@ class TransferWorker:
             outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def wait_for_outcome(self, timeout_s: float) -> None:
+        """Returns when `poll` has something to give, when no job is open, or after `timeout_s`."""
+        give_up_at_s = time.monotonic() + timeout_s
+        with self._lock:
+            while self._live and not self._outcomes:
+                left_s = give_up_at_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._progress.wait(left_s)
+
     def wait(self, job_ids: Collection[int], give_up_after_s: float = 1.0) -> None:
         """Returns when none of these jobs touches memory any more. Their outcomes come with `poll`.
 

@@ -35,6 +35,9 @@ from kvtier.runtime import parse_config
 
 logger = init_logger(__name__)
 
+IDLE_STEP_S = 0.005
+"""How long a step that computes nothing may wait for a transfer to end: so long may a new request be held up by it."""
+
 
 class KVTierConnector(OffloadingConnector):
     """One of these in the scheduler, one in each worker; both build a `KVTierOffloadingSpec`.
@@ -64,8 +67,19 @@ class KVTierConnector(OffloadingConnector):
         self._jobs: JobTable | None = None
         self._behind: dict[str, OffloadKey] = {}
         """Request -> the key that another request is loading and that it waits for."""
+        self._worth_group: int | None = None
+        """The KV group whose blocks tell what waiting is worth."""
         if role == KVConnectorRole.SCHEDULER:
             self._jobs = JobTable(self._manager.core, self._num_ranks)
+            self._compare_waiting(settings.prefill_tokens_per_s)
+
+    def _compare_waiting(self, prefill_tokens_per_s: float | None) -> None:
+        """Lets the manager compare waiting with recomputing, where blocks of one group say what a prefix is worth."""
+        groups = self.scheduler._full_attention_groups
+        self._worth_group = groups[0] if groups else None
+        if groups and prefill_tokens_per_s != 0:
+            tokens_per_chunk = self.scheduler.config.kv_group_configs[groups[0]].tokens_per_chunk
+            self._manager.compare_waiting(tokens_per_chunk, prefill_tokens_per_s)
 
     @property
     def _manager(self) -> VLLMManager:
@@ -109,6 +123,9 @@ class KVTierConnector(OffloadingConnector):
         if manager.core.still_waiting(context) or self._waits_for_load(request, context):
             return None, False
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if num_tokens is None and not self._is_worth_waiting(state, num_computed_tokens, context):
+            # what is in flight is absent for this request from now on
+            num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if num_tokens is not None:
             self._behind.pop(request.request_id, None)
             return num_tokens, is_async
@@ -118,6 +135,15 @@ class KVTierConnector(OffloadingConnector):
         if not manager.core.still_waiting(context):
             self._note_load_in_front(request, state)
         return None, False
+
+    def _is_worth_waiting(self, state: RequestOffloadState, num_computed_tokens: int, context: ReqContext) -> bool:
+        """Whether waiting for stores is expected to be quicker than computing what they would save."""
+        if self._worth_group is None:
+            return True
+        group = self.scheduler.config.kv_group_configs[self._worth_group]
+        keys = state.group_states[self._worth_group].offload_keys
+        first = num_computed_tokens // group.tokens_per_chunk
+        return self._manager.core.worth_waiting(keys[first:], context)
 
     def _waits_for_load(self, request: Request, context: ReqContext) -> bool:
         """The load that the request waited for is still going on, and its deadline has not passed. O(1)."""
@@ -153,6 +179,7 @@ class KVTierConnector(OffloadingConnector):
                 state = self.scheduler._req_status.get(job.req_id)
                 context = manager.context_of(state.req_context) if state else ReqContext(job.req_id)
                 jobs.add(job_id, context, spec, is_store)
+        manager.note_step(scheduler_output.num_scheduled_tokens)
         for req_id in scheduler_output.finished_req_ids or ():
             self._behind.pop(req_id, None)
         if self._debug and not len(jobs):
@@ -165,6 +192,7 @@ class KVTierConnector(OffloadingConnector):
             store_jobs=meta.store_jobs,
             jobs_to_flush=meta.jobs_to_flush,
             pool=manager.pool_handle,
+            is_idle_step=not scheduler_output.total_num_scheduled_tokens,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -185,7 +213,11 @@ class KVTierConnector(OffloadingConnector):
         except Exception as error:
             manager.count_error("completion", error)
             return
-        if record is not None and not record.is_store and not record.failed:
+        if record is None:
+            return
+        if record.failed:
+            manager.counters["failed_jobs"] += 1
+        elif not record.is_store:
             manager.counters["loaded_blocks"] += len(record.spec.keys)
 
     def _drop_unknown_to_vllm(self, meta: OffloadingWorkerMetadata) -> None:
@@ -220,6 +252,10 @@ class KVTierConnector(OffloadingConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self.connector_worker is not None
+        metadata = self._connector_metadata
+        if isinstance(metadata, KVTierConnectorMetadata) and metadata.is_idle_step:
+            # polling at full speed would take the cores from the copies that it polls for
+            self._worker.linger(IDLE_STEP_S)
         requests = dict(self.connector_worker._load_jobs)  # vLLM forgets them as it reports them
         results = super().get_transfer_results(finished_req_ids)
         self._failed_jobs |= self._worker.take_failed()

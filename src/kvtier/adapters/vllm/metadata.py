@@ -15,9 +15,10 @@ from kvtier.tiers.ram import PoolHandle
 
 @dataclass
 class KVTierConnectorMetadata(OffloadingConnectorMetadata):
-    """Scheduler -> workers, every step: vLLM's jobs, and where the RAM pool is."""
+    """Scheduler -> workers, every step: vLLM's jobs, where the RAM pool is, and whether there is nothing to compute."""
 
     pool: PoolHandle | None = None
+    is_idle_step: bool = False
 
 
 @dataclass
