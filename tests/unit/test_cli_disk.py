@@ -12,9 +12,12 @@ import pytest
 
 from disk_harness import KEYS, SLOT_BYTES
 from kvtier.cli.main import BAD_INPUT, FAILED, run
-from kvtier.testing import TierDriver
+from kvtier.testing import TierDriver, make_keys
 from kvtier.tiers.disk import DiskConfig, DiskTier, FileEpochStore
+from kvtier.tiers.disk.filesystem import FileSystem
+from kvtier.tiers.disk.inspection import read_content, verify
 from kvtier.tiers.disk.layout import PAGE_BYTES, RECORD_BYTES, cache_bytes, cache_folder
+from kvtier.tiers.disk.space import list_caches
 
 CAP_BYTES = cache_bytes(200, SLOT_BYTES)
 
@@ -119,6 +122,25 @@ def test_damaged_records_are_stale_not_wrong(folder: Path, capsys: pytest.Captur
     table.write_bytes(content)
     assert run(["verify", str(folder), "--json"]) == 0
     assert run(["inspect", str(folder), "--json"]) == 0
+
+
+def test_blocks_that_are_replaced_meanwhile_are_not_bad(folder: Path) -> None:
+    files = FileSystem()
+    driver = open_cache(folder / "other", "a")
+    driver.store(make_keys(60, "old"))
+    assert driver.tier.flush(10.0)
+    (cache,) = list_caches(files, str(folder / "other"))
+    before = read_content(files, cache)
+    assert before is not None
+    driver.tier.drop(make_keys(40, "old"))
+    driver.store(make_keys(30, "new"))
+    assert driver.tier.flush(10.0)
+    found = verify(files, before, lambda num_bytes: None)
+    assert found.corrupt_places == ()
+    assert found.changed_blocks >= 30
+    assert found.good_blocks >= 20
+    assert found.good_blocks + found.changed_blocks == 60
+    assert driver.tier.close()
 
 
 def remaining(folder: Path) -> str:

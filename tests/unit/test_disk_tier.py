@@ -93,7 +93,7 @@ def test_takes_no_more_than_the_floor_leaves(grow_bytes: int) -> None:
     assert machine.files.free_bytes("/") >= floor_bytes
     assert driver.load(driver.ready(KEYS)).success
     full = Machine(SimulatedFileSystem(floor_bytes), min_free_bytes=floor_bytes)
-    with pytest.raises(TierError, match=r"cannot use /disk as a disk tier: free space"):
+    with pytest.raises(TierError, match=r"cannot use /disk for a disk tier: free space"):
         full.open()
 
 

@@ -36,6 +36,8 @@ from kvtier.tiers.disk.layout import (
 _MAX_GAP = 8
 """Records between two that changed which are rather written too than with a call more."""
 
+_MAX_NOTES = 10_000
+
 
 class BlockRecord(NamedTuple):
     """One block that was written: what its record will say."""
@@ -63,7 +65,8 @@ class SlotTable:
         self._staged: dict[int, int] = {}  # place -> generation: written, but not known to be on the medium
         self._changed: set[int] = set()  # places whose record the file does not have yet
         self._freed: deque[tuple[int, int]] = deque()
-        self._uses: deque[tuple[Sequence[int], Sequence[int], int]] = deque()
+        # bounded for a device that stalls: what is forgotten costs the next process some recency
+        self._uses: deque[tuple[Sequence[int], Sequence[int], int]] = deque(maxlen=_MAX_NOTES)
         self._is_dead = False
         self._unwritten: set[int] = set()  # written to the file, not known to be on the medium
 

@@ -104,8 +104,8 @@ class DiskTier(Tier):
             self._volumes = ()
             if isinstance(error, TierError) or not isinstance(error, OSError):
                 raise
-            where = ", ".join(self.config.paths)
-            raise TierError(f"cannot use {where} as a disk tier: {error.strerror or error}") from error
+            where = error.filename or ", ".join(self.config.paths)
+            raise TierError(f"cannot use {where} for a disk tier: {error.strerror or error}") from error
         self._closed_reason = ""
 
     def describe(self) -> str:
