@@ -29,6 +29,8 @@ class RequestState:
     """The manager will be told of its end, so its blocks can be spared until then."""
     crowded = False
     """Room can only be made from its own blocks: sparing them need not be tried again."""
+    refused = False
+    """The policy has declined its later blocks: it is not asked about those behind them."""
     shed = False
     """A store was cut short: what lies behind the cut is not worth storing."""
     accessed = NO_KEYS
