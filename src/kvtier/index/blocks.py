@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
+import numpy as np
+
 from kvtier.errors import InvariantError
 from kvtier.index.states import TRANSITIONS, SlotEvent, SlotState
 from kvtier.keys import OffloadKey
@@ -48,6 +50,7 @@ class BlockIndex:
         # the edges of the state machine, resolved once to the containers at their ends
         blocks = {SlotState.IN_FLIGHT: self.in_flight, SlotState.READY: self.ready}
         self._allocate_to = blocks[TRANSITIONS[SlotEvent.ALLOCATE][1]]
+        self._restore_to = blocks[TRANSITIONS[SlotEvent.RESTORE][1]]
         self._publish_from = blocks[TRANSITIONS[SlotEvent.PUBLISH][0]]
         self._publish_to = blocks[TRANSITIONS[SlotEvent.PUBLISH][1]]
         self._abandon_from = blocks[TRANSITIONS[SlotEvent.ABANDON][0]]
@@ -97,6 +100,17 @@ class BlockIndex:
         slot_of = dict(zip(keys, slots, strict=True))
         self._allocate_to.update(slot_of)
         return slot_of, slots, generation
+
+    def restore(self, blocks: dict[OffloadKey, int]) -> None:
+        """FREE -> READY for blocks that an earlier process stored: key to slot, each slot once. New indexes only.
+
+        The slots that are left are handed out in ascending order.
+        """
+        self._restore_to.update(blocks)
+        free = np.ones(self.num_slots, bool)
+        free[np.fromiter(blocks.values(), np.int64, len(blocks))] = False
+        self._freed = np.flatnonzero(free)[::-1].tolist()
+        self._num_never_used = 0
 
     def publish(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """IN_FLIGHT -> READY: the bytes are there. Keys that are not in flight are passed over.

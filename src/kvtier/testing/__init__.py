@@ -10,6 +10,9 @@ from kvtier.testing.model import ReferenceManager
 from kvtier.testing.model_policies import ReferenceARC, ReferenceLRU
 from kvtier.testing.observe import eviction_order, make_keys, snapshot, store_ready
 from kvtier.testing.promises import Promises
+from kvtier.testing.simulated_disk import SimulatedFileSystem
+from kvtier.testing.tier_driver import TierDriver
+from kvtier.testing.tier_suite import TierConformance
 
 __all__ = [
     "CheckedDriver",
@@ -18,6 +21,9 @@ __all__ = [
     "ReferenceARC",
     "ReferenceLRU",
     "ReferenceManager",
+    "SimulatedFileSystem",
+    "TierConformance",
+    "TierDriver",
     "WorkerFaults",
     "eviction_order",
     "make_keys",
