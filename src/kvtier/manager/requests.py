@@ -29,10 +29,10 @@ class RequestState:
     """The manager will be told of its end, so its blocks can be spared until then."""
     crowded = False
     """Room can only be made from its own blocks: sparing them need not be tried again."""
-    refused = False
-    """The policy has declined its later blocks: it is not asked about those behind them."""
     shed = False
     """A store was cut short: what lies behind the cut is not worth storing."""
+    refused = False
+    """The policy has declined a block of it: it is not asked about the later ones."""
     accessed = NO_KEYS
     """Keys in the order of their first access: what the end of the request tells the policy."""
     inserted = NO_KEYS

@@ -37,8 +37,8 @@ def evict_for_all(
         victims = policy.evict_for(new, count, protected)
         if spares_own and victims is not None:
             request.crowded = True
-    if victims is not None and len(victims) < count:
-        request.refused = request.introduced
+    if request.introduced and victims is not None and len(victims) < count:
+        request.refused = request.shed = True
     return victims
 
 

@@ -59,6 +59,8 @@ class DriverMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = CheckedDriver(self.make_manager(), self.capacity_blocks, self.promises(), self.num_ranks)
+        if self.knows_rate:
+            self.world.manager.tell_recompute_rate(50.0)
 
     def make_manager(self) -> OffloadingManager:
         """The manager under test, new, with `capacity_blocks` slots and the limits of `promises`."""
