@@ -18,7 +18,7 @@ def test_list_fits_the_source():
 def test_table_names_every_mutant_and_only_finders():
     table = read_table()
     assert list(table) == [mutant.name for mutant in MUTANTS]
-    assert set(table.values()) <= set(finders())
+    assert set().union(*table.values()) <= set(finders())
 
 
 @pytest.mark.slow
@@ -30,6 +30,6 @@ def test_nothing_is_found_where_nothing_is_wrong(finder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
-def test_mutant_is_found_by_the_finder_that_the_table_names(mutant, tmp_path):
-    finder = read_table()[mutant.name]
+def test_mutant_is_found_by_the_finder_that_the_table_names_first(mutant, tmp_path):
+    finder = read_table()[mutant.name][0]
     assert hunt(finder, apply(mutant, tmp_path)).found, f"{finder} finds nothing: has {mutant.name} become harmless?"

@@ -218,6 +218,15 @@ class DriverMachine(RuleBasedStateMachine):
         """How many blocks a second the engine computes was measured anew."""
         self.world.manager.tell_recompute_rate(rate)
 
+    @precondition(lambda self: self.knows_rate)
+    @rule(request=_requests, prompt=st.integers(0, len(PROMPTS) - 1))
+    def slow_store(self, request: int, prompt: int) -> None:
+        """A store that takes its time, so that it is known how long stores take."""
+        self.whole_request(request, prompt, False)
+        self.world.advance(1.0)
+        if self.world.jobs:
+            self.world.run(self.world.jobs[-1])
+
     @rule(really=_rarely)
     def reset(self, really: bool) -> None:
         if really:
