@@ -55,7 +55,7 @@ bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside
 	$(BIN)/python benchmarks/disk.py --dir $(or $(DISK),/var/tmp)
 
 soak: $(VENV)/.dev  ## ten million operations of the simulation (minutes)
-	$(BIN)/kvtier simulate --seeds 0:9000 --timings
+	$(BIN)/kvtier simulate --seeds 0:9100 --timings
 
 clean:  ## removes the virtual environment and caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

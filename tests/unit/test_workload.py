@@ -65,6 +65,11 @@ def test_blocks_are_cut_from_the_joined_segments():
     assert ids.ids_of([Segment("a", 8), Segment("b", 7), Segment("c", 5)])[1] != first[1]
     assert ids.ids_of([Segment("a", 8), Segment("c", 7)])[0] != first[0]
     assert len(ids.ids_of([Segment("d", 30)])) == 3
+    behind_a, behind_c = (
+        ids.ids_of([Segment("a", 10), Segment("b", 10)]),
+        ids.ids_of([Segment("c", 10), Segment("b", 10)]),
+    )
+    assert behind_a[1] != behind_c[1]  # the same tokens behind others are another block
 
 
 @pytest.mark.parametrize(

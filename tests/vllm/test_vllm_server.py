@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +149,10 @@ def all_pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def mapped_shared_memory() -> set[str]:
-    """Names in /dev/shm that a living process uses."""
+def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that one of these processes uses."""
     names = set()
-    for pid in all_pids():
+    for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 if "/dev/shm/" in line:
@@ -173,6 +173,7 @@ def test_a_killed_engine_leaves_nothing_behind(dense, tmp_path):
         assert len(pools) == 1
         assert not [name for name in os.listdir("/dev/shm") if "kvtier" in name]
 
+        shared = mapped_shared_memory(session)  # vLLM's own; others on this machine may have theirs
         engine_core = [pid for pid in users if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
         assert len(engine_core) == 1
         os.kill(engine_core[0], signal.SIGKILL)
@@ -183,7 +184,8 @@ def test_a_killed_engine_leaves_nothing_behind(dense, tmp_path):
         left = set(os.listdir("/dev/shm")) - before
         assert not [name for name in left if "kvtier" in name]
         server.wait_until(
-            lambda: not set(os.listdir("/dev/shm")) - before - mapped_shared_memory(), "nothing is left in /dev/shm"
+            lambda: not shared.intersection(os.listdir("/dev/shm")) - mapped_shared_memory(all_pids()),
+            "nothing is left in /dev/shm",
         )
 
 
@@ -196,16 +198,14 @@ def test_two_data_parallel_ranks_have_a_pool_each_and_leave_nothing_behind(dense
         for seed in range(4):
             server.complete(dense, Prompts(20 + seed)(9 * BLOCK))
         session = [pid for pid in all_pids() if in_session(pid, server.process.pid)]
-        users = {pid: unnamed_files(pid, pools_folder) for pid in session}
-        pools = [files for pid, files in users.items() if files]
-        assert len(set().union(*pools)) == 2, "one pool for each rank"
-        assert all(len(files) == 1 for files in pools), "nobody has the pool of the other rank"
+        users = {pid: files for pid in session if (files := unnamed_files(pid, pools_folder))}
+        assert len(set().union(*users.values())) == 2, "one pool for each rank"
+        assert all(len(files) == 1 for files in users.values()), "nobody has the pool of the other rank"
         assert server.log.count("kvtier: RAM pool of") == 2
         assert list(pools_folder.iterdir()) == []
-        for pid in session:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        server.wait_until(lambda: not any(map(is_alive, session)), "they are all dead")
+        for pid in users:
+            os.kill(pid, signal.SIGKILL)
+        server.wait_until(lambda: not any(map(is_alive, users)), "all that had a pool are dead")
     assert list(pools_folder.iterdir()) == []
 
 

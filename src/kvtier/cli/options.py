@@ -100,6 +100,14 @@ def token_bytes(model: Path | None, bytes_per_token: int | None, kv_dtype: str |
     return kv_bytes_per_token(config, kv_dtype)
 
 
+def split(text: str, key: str) -> list[str]:
+    """The parts of a list by commas. Raises ConfigurationError, naming `key`, if there are none."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigurationError(f"{key} is {text!r}; expected names or sizes by comma")
+    return parts
+
+
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], object]]:
     """A bar on stderr, where that is a terminal. Yields what is to be told of every so many steps done."""

@@ -23,6 +23,7 @@ from kvtier.cli.options import (
     load_trace,
     print_json,
     progress,
+    split,
     token_bytes,
     write_text,
 )
@@ -121,14 +122,6 @@ def replay(
         print_json(replaying.as_json(loaded, settings, cells))
     else:
         print_table(loaded, settings, cells, html)
-
-
-def split(text: str, key: str) -> list[str]:
-    """The parts of a list by commas. Raises ConfigurationError, naming `key`, if there are none."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
-        raise ConfigurationError(f"{key} is {text!r}; expected names or sizes by comma")
-    return parts
 
 
 def check_combination(settings: ReplaySettings) -> None:

@@ -4,7 +4,9 @@ from kvtier.manager.breaker import CircuitBreaker, Transfer
 from kvtier.manager.cpu import CPUOffloadingManager
 from kvtier.manager.driver import LoadPlan, RequestDriver, StorePlan
 from kvtier.manager.jobs import JobTable, TransferRecord
+from kvtier.manager.promotions import TieringLimits
 from kvtier.manager.reuse_filter import FilterReusedOffloadingManager, ReuseFilter
+from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.manager.waiting import PrefillRate
 
 __all__ = [
@@ -17,6 +19,8 @@ __all__ = [
     "RequestDriver",
     "ReuseFilter",
     "StorePlan",
+    "TieredOffloadingManager",
+    "TieringLimits",
     "Transfer",
     "TransferRecord",
 ]

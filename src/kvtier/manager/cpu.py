@@ -142,7 +142,7 @@ class CPUOffloadingManager(OffloadingManager):
         begin_by_s = request.load_begin_by_s(self._now_s, self.deadline_s) if self._now_s > -math.inf else None
         spec = CPULoadStoreSpec(slots, list(map(index.generations.__getitem__, slots)), keys, begin_by_s)
         request.load_begun(spec)
-        if self.breaker is not None:
+        if self.breaker is not None and req_context.by_engine:
             self.breaker.note_begun()
         return spec
 
@@ -169,10 +169,10 @@ class CPUOffloadingManager(OffloadingManager):
                 raise completions.not_pinned(missing)
             request.load_ended(keys)
         if success:
-            if self.breaker is not None and keys:
+            if self.breaker is not None and req_context.by_engine and keys:
                 self.breaker.note_success(Transfer.LOAD)
         elif keys:
-            if self.breaker is not None:
+            if self.breaker is not None and req_context.by_engine:
                 self.breaker.note_failure(Transfer.LOAD)
             self._counters["failed_load_blocks"] += len(keys)
             self._withdraw(list(filter(self._ready.__contains__, keys)))
@@ -237,7 +237,7 @@ class CPUOffloadingManager(OffloadingManager):
         if success:
             arrived = self._index.publish(arriving)
             self._counters["stored_blocks"] += len(arrived)
-            if self.breaker is not None and arrived:
+            if self.breaker is not None and req_context.by_engine and arrived:
                 self.breaker.note_success(Transfer.STORE)
             if self._events is not None:
                 self._emit(arrived, removed=False)
@@ -247,7 +247,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._index.abandon(failed)
             self.policy.remove(failed)
             self._counters["failed_store_blocks"] += len(failed)
-            if self.breaker is not None:
+            if self.breaker is not None and req_context.by_engine:
                 self.breaker.note_failure(Transfer.STORE)
 
     def writers_died(self) -> None:
@@ -275,8 +275,7 @@ class CPUOffloadingManager(OffloadingManager):
         request: RequestState | None = req_context._states.get(self)
         if request is None:
             return
-        if request.accessed:
-            self.policy.settle(reversed(request.accessed), request.inserted)
+        self.policy.settle(reversed(request.accessed), request.inserted)
         if request.loads:
             # only its open loads are still of interest
             rest = req_context._states[self] = RequestState()
@@ -298,6 +297,7 @@ class CPUOffloadingManager(OffloadingManager):
         if self._cost.recompute_blocks_per_s is None or not self._in_flight:
             return True
         request = self._request(req_context)
+        self._cost.observe(self._now_s, self._counters["stored_blocks"], is_storing=True)
         patience_s = self._cost.patience_s(keys, self._ready, self._in_flight)
         request.patient_until_s = min(request.patient_until_s, self._now_s + patience_s)
         return request.is_patient(self._now_s, self._counters)
@@ -360,6 +360,17 @@ class CPUOffloadingManager(OffloadingManager):
             difference = [key.hex() for key in resident.symmetric_difference(held)]
             raise InvariantError(f"the policy does not hold exactly the resident keys: {difference}")
 
+    # -- for a manager of several tiers ------------------------------------------------------------------------
+
+    @property
+    def has_reuse_filter(self) -> bool:
+        """Whether stores have to be offered more than once."""
+        return self._filter is not None
+
+    def ready_keys(self) -> list[OffloadKey]:
+        """Every block that can be loaded, oldest store first. The caller owns the list. O(capacity)."""
+        return list(self._ready)
+
     # -- private ---------------------------------------------------------------------------------------------
 
     def _request(self, req_context: ReqContext) -> RequestState:
@@ -407,6 +418,7 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Of the offered `keys`, and of the `new` ones among them, those that are not behind the first `fitting`."""
         self._counters["shed_blocks"] += len(new) - fitting
+        self.policy.decline(new[fitting:])
         return keys[: keys.index(new[fitting])], new[:fitting]
 
     def _grant(
@@ -437,7 +449,7 @@ class CPUOffloadingManager(OffloadingManager):
         request.note_inserted(slot_of)
         if not request.introduced and len(request.accessed) > 2 * index.num_slots + 1024:
             request.keep_only(lambda key: index.state_of(key) is not None)
-        if self.breaker is not None:
+        if self.breaker is not None and req_context.by_engine:
             self.breaker.note_begun()
         begin_by_s = self._now_s + self.store_timeout_s if self._now_s > -math.inf else None
         spec = CPULoadStoreSpec(slots, [generation] * len(slots), new, begin_by_s)

@@ -31,6 +31,8 @@ class RequestState:
     """Room can only be made from its own blocks: sparing them need not be tried again."""
     shed = False
     """A store was cut short: what lies behind the cut is not worth storing."""
+    refused = False
+    """The policy has declined a block of it: it is not asked about the later ones."""
     accessed = NO_KEYS
     """Keys in the order of their first access: what the end of the request tells the policy."""
     inserted = NO_KEYS

@@ -29,7 +29,7 @@ def evict_for_all(
 
     Fewer if the policy declines the last of `new`; then it is not asked about the request's later blocks.
     """
-    if request.shed:
+    if request.refused:
         return []
     spares_own = request.introduced and request.accessed and not request.crowded
     victims = policy.evict_for(new, count, [*protected, request.accessed]) if spares_own else None
@@ -37,7 +37,8 @@ def evict_for_all(
         victims = policy.evict_for(new, count, protected)
         if spares_own and victims is not None:
             request.crowded = True
-    request.shed = request.introduced and victims is not None and len(victims) < count
+    if request.introduced and victims is not None and len(victims) < count:
+        request.refused = request.shed = True
     return victims
 
 

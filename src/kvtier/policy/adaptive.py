@@ -193,10 +193,14 @@ class AdaptiveCachePolicy(CachePolicy):
     ) -> list[OffloadKey] | None:
         if not self._can_evict(count, protected):
             return None
-        victims = self._evict(count, protected, self._worth_of(newcomers[len(newcomers) - count :]))
-        if len(victims) < count:
-            self._decline(newcomers[len(newcomers) - count + len(victims) :])
-        return victims
+        return self._evict(count, protected, self._worth_of(newcomers[len(newcomers) - count :]))
+
+    def decline(self, keys: Sequence[OffloadKey]) -> None:
+        # as if they had been evicted at once
+        for segment in self._adopt(keys):
+            segment.resident = False
+            self._ghosts[segment] = None
+        self._forget_ghosts()
 
     def _can_evict(self, count: int, protected: Sequence[Container[OffloadKey]]) -> bool:
         if count > self._num_resident:
@@ -222,13 +226,6 @@ class AdaptiveCachePolicy(CachePolicy):
             result.append(best)
         result.reverse()
         return result
-
-    def _decline(self, keys: Sequence[OffloadKey]) -> None:
-        """Remembers newcomers that are not let in as if they had been evicted at once."""
-        for segment in self._adopt(keys):
-            segment.resident = False
-            self._ghosts[segment] = None
-        self._forget_ghosts()
 
     def _evict(
         self, count: int, protected: Sequence[Container[OffloadKey]], worths: list[float] | None

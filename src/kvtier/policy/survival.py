@@ -18,8 +18,9 @@ NUM_AGES = 40
 _TABLE_LENGTH = 1 << 12
 _PRIOR_USES = 0.025
 """Uses of a block within one age class before anything is known: the older, the fewer for the time."""
-_PRIOR_BLOCKS = 100.0
-"""As many blocks' lives must be seen until what was learned outweighs what was assumed."""
+_HIGHEST_CHANCE = 0.99
+_PRIOR_EVENTS = 4.0
+"""As many uses or losses, of blocks together, must be seen until what was learned outweighs what was assumed."""
 
 
 def _class_of(age: int) -> int:
@@ -52,6 +53,9 @@ class SurvivalModel:
 
     def __init__(self, num_kinds: int) -> None:
         self._used = [[0.0] * NUM_AGES for _ in range(num_kinds)]
+        self._num_used = 1.0
+        self._num_used_squared = 25.0
+        """Sums, over uses of blocks together, of how many they were and of its square."""
         self._lost = [[0.0] * NUM_AGES for _ in range(num_kinds)]
         self.worth: list[list[float]] = []
         self.refresh()
@@ -59,6 +63,8 @@ class SurvivalModel:
     def note_use(self, kind: int, age: int, num_blocks: int) -> None:
         """Blocks of this kind were used again at this age. O(1)."""
         self._used[kind][age_class(age)] += num_blocks
+        self._num_used += num_blocks
+        self._num_used_squared += num_blocks * num_blocks
 
     def note_loss(self, kind: int, age: int, num_blocks: int) -> None:
         """Blocks of this kind were not used until this age, and will be followed no longer. O(1)."""
@@ -66,6 +72,8 @@ class SurvivalModel:
 
     def fade(self, factor: float) -> None:
         """What was learned weighs `factor` (0..1) times as much from here on."""
+        self._num_used *= factor
+        self._num_used_squared *= factor
         for table in (self._used, self._lost):
             for counts in table:
                 counts[:] = [count * factor for count in counts]
@@ -79,24 +87,35 @@ class SurvivalModel:
         lost_or_running = [counts.copy() for counts in self._lost]
         for kind, age, num_blocks in running:
             lost_or_running[kind][_CLASSES[age] if age < _TABLE_LENGTH else _class_of(age)] += num_blocks
+        # blocks used together are one observation: as large as the one that an average block is part of
+        prior = _PRIOR_EVENTS * self._num_used_squared / self._num_used
         used = [sum(column) for column in zip(*self._used, strict=True)]
-        alive = _alive(used, [sum(column) for column in zip(*lost_or_running, strict=True)])
-        chances = [(u + _PRIOR_BLOCKS * _PRIOR_USES) / (a + _PRIOR_BLOCKS) for u, a in zip(used, alive, strict=True)]
-        worth = []
-        for kind_used, kind_lost in zip(self._used, lost_or_running, strict=True):
-            counts = zip(kind_used, _alive(kind_used, kind_lost), chances, strict=True)
-            worth.append(_worth([(u + _PRIOR_BLOCKS * c) / (a + _PRIOR_BLOCKS) for u, a, c in counts]))
-        self.worth = worth
+        lost = [sum(column) for column in zip(*lost_or_running, strict=True)]
+        chances = _chances(used, lost, [_PRIOR_USES] * NUM_AGES, prior)
+        self.worth = [
+            _worth(_smooth(_chances(kind_used, kind_lost, chances, prior)))
+            for kind_used, kind_lost in zip(self._used, lost_or_running, strict=True)
+        ]
 
 
-def _alive(used: list[float], lost: list[float]) -> list[float]:
-    """How many lives reached each age class."""
-    alive = [0.0] * NUM_AGES
-    number = 0.0
+def _chances(used: list[float], lost: list[float], assumed: list[float], prior: float) -> list[float]:
+    """For each age class, the chance of a use in it once it is reached; `assumed` weighs as much as `prior` lives."""
+    chances = [0.0] * NUM_AGES
+    alive = 0.0
     for i in range(NUM_AGES - 1, -1, -1):
-        number += used[i] + lost[i]
-        alive[i] = number
-    return alive
+        alive += used[i] + lost[i]
+        chances[i] = (used[i] + prior * assumed[i]) / (alive + prior)
+    return chances
+
+
+def _smooth(chances: list[float]) -> list[float]:
+    """Chances by tick instead of by class, each averaged with its neighbours."""
+    rates = [chance / width for chance, width in zip(chances, _WIDTHS, strict=True)]
+    rates = [rates[0], *rates, rates[-1]]
+    return [
+        min((rates[i] + 2 * rates[i + 1] + rates[i + 2]) / 4 * width, _HIGHEST_CHANCE)
+        for i, width in enumerate(_WIDTHS)
+    ]
 
 
 def _worth(chances: list[float]) -> list[float]:

@@ -60,6 +60,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Folder of the filesystem to take the RAM from, for example one mounted with huge pages."""
     copy_threads: int = 2
     """Threads of one rank that copy."""
+    record_trace: str | None = None
+    """A file for the engine's traffic as a trace with salted ids: see `kvtier.runtime.recorder`."""
     debug: bool = False
     """Recount the books whenever no transfer is open."""
 
@@ -150,6 +152,7 @@ _KEYS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     ),
     "pool_dir": ("pool_dir", _text),
     "copy_threads": ("copy_threads", _whole(1)),
+    "record_trace": ("record_trace", _text),
     "debug": ("debug", _flag),
 }
 _EXCLUSIVE = (("ram", "cpu_bytes_to_use"), ("policy", "eviction_policy"), ("blocks_per_chunk", "block_size"))

@@ -200,6 +200,9 @@ class SimulatedEngine:
         copy = self._copy_of(plan.job_id, False, plan.spec, request.blocks[first : first + count])
         if list(copy.keys) != list(request.path[first : first + count]):
             raise InvariantError(f"load {plan.job_id} is not of the blocks that were asked for")
+        being_loaded = {key for other in self.copies.values() if not other.is_store for key in other.keys}
+        if not being_loaded.isdisjoint(copy.keys):
+            raise InvariantError(f"load {plan.job_id} is of blocks that another load brings already")
         now_s, since_s = self._clock.now_s, request.waits_since_s
         self._checks.load_granted(copy, plan.spec.begin_by_s, now_s if since_s is None else since_s, is_shut)
         self._loading[plan.job_id] = request

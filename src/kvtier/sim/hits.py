@@ -49,16 +49,17 @@ def _drive(
         hits.append(num_ready)
         if num_ready:
             ready = keys[:num_ready]
-            spec = manager.prepare_load(ready, context)
-            manager.complete_load(ready, context, spec=spec)
-        rest = keys[num_ready:] if num_ready else keys
-        chunk = chunk_blocks or len(rest)
-        for start in range(0, len(rest), chunk or 1):
-            offered = rest[start : start + chunk]
-            manager.count_offers(offered, context)
-            output = manager.prepare_store_prefix(offered, context)
-            if output.keys_to_store:
-                manager.complete_store(output.keys_to_store, context, spec=output.store_spec)
+            manager.prepare_load(ready, context)
+            manager.complete_load(ready, context)
+        if num_ready < len(keys):
+            rest = keys[num_ready:] if num_ready else keys
+            for start in range(0, len(rest), chunk_blocks or len(rest)):
+                offered = rest[start : start + chunk_blocks] if chunk_blocks else rest
+                manager.count_offers(offered, context)
+                # by key, which is quicker than by spec and safe where no write is ever reaped
+                stored = manager.prepare_store_prefix(offered, context).keys_to_store
+                if stored:
+                    manager.complete_store(stored, context)
         manager.on_request_finished(context)
     return hits
 

@@ -1,4 +1,4 @@
-"""How large a cache should be: hit ratio by size, from a pass over a trace and a sample of it, and its value."""
+"""How large a cache should be: hit ratio by size from one pass over a trace and a sample, and what it is worth."""
 
 from __future__ import annotations
 

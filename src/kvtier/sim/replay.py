@@ -14,7 +14,9 @@ from kvtier.errors import ConfigurationError
 from kvtier.manager import CPUOffloadingManager
 from kvtier.policy import POLICIES
 from kvtier.sim.hits import HitArray, count_hits
+from kvtier.sim.optimum import optimal_hits
 from kvtier.sim.serving import Serving, ServingModel, ServingResult, serve_with_hits
+from kvtier.sim.stack import lru_runs
 from kvtier.sim.traces import Trace
 
 OPTIMUM = "min"
@@ -121,6 +123,7 @@ def _replay_cell(
             capacity, policy, store_threshold=settings.store_threshold, deadline_s=settings.model.deadline_s
         )
     if settings.timed:
+        # the optimum is one of hits, with nothing ever in flight: only its loads and prefills take time
         if manager is None:
             result = serve_with_hits(trace, settings.model, _optimal_hits(trace, capacity))
             on_progress(len(trace.requests))
@@ -142,7 +145,8 @@ def _engine_cache(settings: ReplaySettings) -> CPUOffloadingManager | None:
 
 
 def _optimal_hits(trace: Trace, capacity: int) -> HitArray:
-    raise ConfigurationError(f"--policy {OPTIMUM}: not available")
+    runs = lru_runs([request.hash_ids for request in trace.requests])
+    return optimal_hits(runs, len(trace.requests), capacity)
 
 
 # -- summing up ----------------------------------------------------------------------------------------------

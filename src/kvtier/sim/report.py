@@ -90,7 +90,7 @@ def _by_size(trace: Trace, settings: ReplaySettings, cells: Sequence[Cell], styl
         )
     best = float(best_possible_hits([request.hash_ids for request in trace.requests]).sum()) / max(1, trace.num_blocks)
     sizes = [capacity * settings.model.block_bytes / 2**30 for capacity in settings.capacities]
-    series.append(Series("best possible", sizes, [best] * len(sizes), PLAIN, dashed=True))
+    series.append(Series("endless", sizes, [best] * len(sizes), PLAIN, dashed=True))
     chart = line_chart(
         series,
         title="Hit ratio by policy and cache size",
@@ -101,7 +101,7 @@ def _by_size(trace: Trace, settings: ReplaySettings, cells: Sequence[Cell], styl
     )
     return card(
         "Hit ratio by policy and size",
-        "Share of all prompt blocks that came from the cache; at best those that any earlier prompt had.",
+        "Share of all prompt blocks that came from the cache; an endless cache finds what any earlier prompt had.",
         chart,
     )
 
@@ -135,7 +135,7 @@ def _charts(own: Sequence[Cell], without: Sequence[Cell], style_of: dict[str, st
                 cell.series[y] if x is None else cell.series[x],
                 [i / 100 for i in range(101)] if x is None else cell.series[y],
                 style_of[cell.policy],
-                dashed=cell.policy in (OPTIMUM, NO_TIER),
+                dashed=cell.policy == OPTIMUM,
             )
             for cell in cells
             if y in cell.series

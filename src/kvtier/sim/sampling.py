@@ -1,4 +1,4 @@
-"""Hits of any policy from a sample of the blocks: the real policy on a thinned trace and a cache as much smaller.
+"""Hits of any policy from a sample of the blocks: the real manager on a thinned trace, with a cache as much smaller.
 
 Spatial sampling as in SHARDS (Waldspurger et al., FAST 2015) and in miniature simulations (ATC 2017): a block is in
 the sample or not by its own number, wherever it appears, so every prompt keeps its shape and prefixes stay prefixes.
@@ -13,14 +13,14 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, filterfalse, takewhile
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.policy import make_policy
+from kvtier.manager import CPUOffloadingManager
+from kvtier.sim.hits import count_hits
 from kvtier.sim.stack import IntArray, hits_of_runs, lru_runs
 
 _GOLDEN = 2654435761
@@ -53,8 +53,8 @@ class BlockSample:
         return self._weights_of_leading(hits)
 
     def policy_hits(self, policy: str, capacity: int) -> FloatArray:
-        """As `lru_hits`, by running the policy of this name."""
-        return self._weights_of_leading(mini_simulation(make_policy(policy, capacity), self.requests))
+        """As `lru_hits`, by running the manager with the policy of this name."""
+        return self._weights_of_leading(count_hits(CPUOffloadingManager(capacity, policy), self.requests))
 
     def capacity_of(self, capacity: int) -> int:
         """The sample's share of a cache of `capacity` blocks."""
@@ -119,53 +119,6 @@ def _weights(request: IntArray, position: IntArray, known: IntArray) -> FloatArr
     high[:-1][same] = np.minimum(middle[same], known[:-1][same])
     weights: FloatArray = np.maximum(high - low, 0.0)
     return weights
-
-
-def mini_simulation(policy: CachePolicy, requests: Sequence[Sequence[OffloadKey]]) -> IntArray:
-    """-> (requests,): leading blocks of each request found, one after the other, with nothing ever in flight.
-
-    What `CPUOffloadingManager` does to its policy, without slots, pins and events. Changes `policy`, which begins
-    empty. O(blocks).
-    """
-    resident: set[OffloadKey] = set()
-    hits = []
-    capacity = policy.cache_capacity
-    for keys in requests:
-        num_ready = len(list(takewhile(resident.__contains__, keys)))
-        hits.append(num_ready)
-        if num_ready == len(keys):
-            policy.settle(reversed(keys), ())
-            continue
-        new = list(keys[num_ready:])
-        if not resident.isdisjoint(new):
-            new = list(filterfalse(resident.__contains__, new))
-        own = dict.fromkeys(keys)
-        missing = len(resident) + len(new) - capacity
-        accessed = keys
-        if missing > 0:
-            victims = policy.evict(missing, [own] if len(new) < len(keys) else ())
-            if victims is None:
-                new, victims = _fitting(policy, keys, new, own, resident)
-                stored = set(new)
-                accessed = [key for key in keys if key in resident or key in stored]
-            resident.difference_update(victims)
-        policy.insert(new)
-        resident.update(new)
-        policy.settle(reversed(accessed), own if len(new) == len(keys) else dict.fromkeys(new))
-    return np.array(hits, dtype=np.int64)
-
-
-def _fitting(
-    policy: CachePolicy,
-    keys: Sequence[OffloadKey],
-    new: list[OffloadKey],
-    own: dict[OffloadKey, None],
-    resident: set[OffloadKey],
-) -> tuple[list[OffloadKey], list[OffloadKey]]:
-    """A prompt that is larger than the cache: everything else goes, and its leading blocks stay."""
-    num_evictable = len(resident) - sum(1 for key in keys if key in resident)
-    victims = policy.evict(num_evictable, [own]) or []
-    return new[: policy.cache_capacity - len(resident) + len(victims)], victims
 
 
 def standard_error(sample: BlockSample, differences: FloatArray) -> float:

@@ -134,6 +134,8 @@ class Simulation:
 
     def _let_things_happen(self) -> None:
         rng, engine, strikes = self._rng, self.engine, self.faults.strikes
+        if strikes("lag"):
+            self.driver.advance(self.clock.now_s - self.faults.long_time_s())
         if strikes("death"):
             self._die()
         for kind in ("reset", "new_weights"):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
-RUN_COLUMNS = ("request", "first", "end", "above")
+RUN_COLUMNS = ("request", "first", "end", "above", "last_user")
 _CHUNK = 128
 _REQUESTS_PER_STEP = 500
 
@@ -22,7 +22,9 @@ _REQUESTS_PER_STEP = 500
 def lru_runs(
     requests: Sequence[Sequence[int]], on_progress: Callable[[int], object] = lambda num_requests: None
 ) -> IntArray:
-    """-> (runs, 4) int64, in order: request, its blocks `first`..`end`-1, and how many blocks stood above the first.
+    """-> (runs, 5) int64, in order of requests, of which each run is the blocks `first`..`end`-1.
+
+    `above`: how many blocks stood above the first of them; `last_user`: the request that had used them last.
 
     `requests`: ids of prefix blocks (an id stands for its whole prefix), shallowest first. Every block that any
     earlier request had is in exactly one run. O(blocks + runs * sqrt(requests)).
@@ -30,7 +32,7 @@ def lru_runs(
     last_user: dict[int, int] = {}
     num_left = [0] * len(requests)  # blocks of each request that no later one has used
     left_in_chunk = [0] * (len(requests) // _CHUNK + 1)
-    runs: list[tuple[int, int, int, int]] = []
+    runs: list[tuple[int, int, int, int, int]] = []
     for number, ids in enumerate(requests):
         users = list(map(last_user.get, ids))
         first, known = 0, _num_known(users)
@@ -41,7 +43,7 @@ def lru_runs(
             chunk = (user + 1) // _CHUNK
             above = sum(num_left[user + 1 : (chunk + 1) * _CHUNK]) + sum(left_in_chunk[chunk + 1 :])
             # what the request has used of itself until here stands on top of that
-            runs.append((number, first, end, above + first))
+            runs.append((number, first, end, above + first, user))
             num_left[user] -= end - first
             left_in_chunk[user // _CHUNK] -= end - first
             first = end

@@ -201,8 +201,8 @@ def bar_chart(
         )
         for j, (label, values, style) in enumerate(groups):
             y = top + j * 24
-            width = max(1.0, values[i] / high * (WIDTH - left - right))
-            shown = value_format(values[i])
+            width = values[i] / high * (WIDTH - left - right)
+            shown = value_format(values[i]) if values[i] else "-"
             parts.append(
                 f'<rect class="bar {style}" x="{left}" y="{y}" width="{width:.1f}" height="{bar}" rx="3">'
                 f"<title>{escape(name)}, {escape(label)}: {shown}</title></rect>"

@@ -17,9 +17,10 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.interfaces import OffloadingManager
+from kvtier.interfaces import CachePolicy, OffloadingManager
 from kvtier.keys import OffloadKey
-from kvtier.manager import CPUOffloadingManager, FilterReusedOffloadingManager
+from kvtier.manager import CircuitBreaker, CPUOffloadingManager, FilterReusedOffloadingManager
+from kvtier.policy import POLICIES
 from kvtier.testing.checked_driver import CheckedDriver
 from kvtier.testing.ledger import Job, Request
 from kvtier.testing.observe import make_keys
@@ -42,6 +43,7 @@ _mostly = st.integers(0, 3).map(lambda number: number != 2)
 class DriverMachine(RuleBasedStateMachine):
     """Overridden by class attributes and `make_manager`. Every step ends with `CheckedDriver.check`."""
 
+    prompts = PROMPTS
     capacity_blocks = 6
     num_ranks = 2
     policy_name = "lru"
@@ -50,10 +52,15 @@ class DriverMachine(RuleBasedStateMachine):
     """The reuse filter is a manager around the manager."""
     deadline_s = 5.0
     store_timeout_s = 32.0
+    has_breaker = False
+    knows_rate = False
+    """The engine's speed is told to the manager, which may then find waiting not worth it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.world = CheckedDriver(self.make_manager(), self.capacity_blocks, self.promises(), self.num_ranks)
+        if self.knows_rate:
+            self.world.manager.tell_recompute_rate(50.0)
 
     def make_manager(self) -> OffloadingManager:
         """The manager under test, new, with `capacity_blocks` slots and the limits of `promises`."""
@@ -64,12 +71,20 @@ class DriverMachine(RuleBasedStateMachine):
             store_threshold=0 if self.filter_around else self.store_threshold,
             deadline_s=self.deadline_s,
             store_timeout_s=self.store_timeout_s,
+            breaker=CircuitBreaker(failures=2, cooldown_s=1.0, max_cooldown_s=4.0) if self.has_breaker else None,
         )
         return FilterReusedOffloadingManager(manager, self.store_threshold) if self.filter_around else manager
 
     def promises(self) -> Promises:
         """What that manager is to be held to."""
-        return Promises(self.deadline_s, self.store_timeout_s, self.store_threshold)
+        policy = POLICIES[self.policy_name]
+        return Promises(
+            self.deadline_s,
+            self.store_timeout_s,
+            self.store_threshold,
+            declines_stores=policy.evict_for is not CachePolicy.evict_for,
+            declines_waits=self.knows_rate,
+        )
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -86,7 +101,7 @@ class DriverMachine(RuleBasedStateMachine):
         name = f"request-{request}"
         if name in self.world.requests:
             self.world.finish(self.world.requests[name], cancels)
-        self.world.add_request(name, PROMPTS[prompt])
+        self.world.add_request(name, self.prompts[prompt % len(self.prompts)])
 
     @precondition(lambda self: self.world.requests)
     @rule(request=_requests, engine_blocks=st.integers(0, 2), wanted=_blocks)
@@ -196,6 +211,12 @@ class DriverMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.25, 1.0, 3.0, 5.0, 16.0, 40.0, -1.0]))
     def advance(self, seconds: float) -> None:
         self.world.advance(seconds)
+
+    @precondition(lambda self: self.knows_rate)
+    @rule(rate=st.sampled_from([None, 0.5, 5.0, 50.0]))
+    def tell_rate(self, rate: float | None) -> None:
+        """How many blocks a second the engine computes was measured anew."""
+        self.world.manager.tell_recompute_rate(rate)
 
     @rule(really=_rarely)
     def reset(self, really: bool) -> None:

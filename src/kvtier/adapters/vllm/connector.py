@@ -25,6 +25,7 @@ from vllm.v1.request import Request
 
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metadata import KVTierConnectorMetadata, KVTierWorkerMetadata
+from kvtier.adapters.vllm.recording import Recording
 from kvtier.adapters.vllm.spec import ONE_PROCESS_KEY, KVTierOffloadingSpec
 from kvtier.adapters.vllm.worker import PooledWorker
 from kvtier.errors import ConfigurationError
@@ -35,7 +36,7 @@ from kvtier.runtime import parse_config
 
 logger = init_logger(__name__)
 
-IDLE_STEP_S = 0.005
+IDLE_STEP_S = 0.01
 """How long a step that computes nothing may wait for a transfer to end: so long may a new request be held up by it."""
 
 
@@ -69,7 +70,12 @@ class KVTierConnector(OffloadingConnector):
         """Request -> the key that another request is loading and that it waits for."""
         self._worth_group: int | None = None
         """The KV group whose blocks tell what waiting is worth."""
+        self._recording: Recording | None = None
         if role == KVConnectorRole.SCHEDULER:
+            if settings.record_trace is not None:
+                group = self.scheduler.config.kv_group_configs[0]
+                tokens_per_hash = group.tokens_per_chunk // group.hashes_per_chunk
+                self._recording = Recording(settings.record_trace, tokens_per_hash)
             self._jobs = JobTable(self._manager.core, self._num_ranks)
             self._compare_waiting(settings.prefill_tokens_per_s)
 
@@ -110,7 +116,26 @@ class KVTierConnector(OffloadingConnector):
 
     def on_new_request(self, request: Request) -> None:
         self._manager.advance()
+        if self._recording is not None:
+            self._recording.arrived(request)
         super().on_new_request(request)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._recording is not None:
+            self._recording.finished(request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._recording is not None:
+            self._recording.finished(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def shutdown(self) -> None:
+        if self._recording is not None:
+            self._recording.close()
+        super().shutdown()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, but a request that waits costs O(1) a step, and waits no longer than its deadline."""
