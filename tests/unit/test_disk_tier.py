@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,8 @@ from kvtier.keys import OffloadKey
 from kvtier.testing import SimulatedFileSystem, TierDriver, make_keys
 from kvtier.tiers.disk import DiskConfig, DiskTier, FileEpochStore
 from kvtier.tiers.disk.filesystem import Buffer, FileSystem
-from kvtier.tiers.disk.layout import cache_bytes
+from kvtier.tiers.disk.layout import Header, cache_bytes
+from kvtier.tiers.disk.table import BlockRecord, SlotTable
 
 SLAB, TABLE = f"{CACHE}/slab", f"{CACHE}/table"
 
@@ -196,6 +197,24 @@ def test_namespaces_that_are_to_be_kept() -> None:
     assert sharing(files, "a").open().load(KEYS[:2]).success
 
 
+def test_namespaces_that_are_to_be_kept_are_kept_when_it_gets_tight() -> None:
+    files = SimulatedFileSystem()
+    machine = sharing(files, "a", keep_other_namespaces=True)
+    driver = machine.open()
+    driver.store(KEYS[:2])
+    greater = sharing(files, "b")
+    greater.config = replace(greater.config, capacity_bytes=2 * SHARED_BYTES)
+    other = greater.open()
+    other.store(KEYS[:8])
+    assert other.tier.close(1.0)
+    for key in make_keys(40, "many"):
+        driver.store([key])
+    assert machine.used_in_root() <= SHARED_BYTES
+    assert caches(files) == "ab"
+    assert driver.load(KEYS[:2]).success
+    assert greater.open().load(KEYS[:8]).success
+
+
 # -- several folders -------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +239,19 @@ def test_folders_share_the_blocks_and_each_stands_for_itself() -> None:
     assert machine.open().ready(make_keys(16, "fresh")) == []
 
 
+def test_adjacent_places_of_two_folders_are_not_adjacent() -> None:
+    machine = Machine(paths=("/one", "/two"), capacity_bytes=2 * cache_bytes(4, SLOT_BYTES))
+    driver = machine.open()
+    driver.store(KEYS[:8])
+    # two places that follow each other within their folders, but are of different ones
+    driver.tier.drop([KEYS[0]])
+    driver.tier.drop([KEYS[3]])
+    driver.store(KEYS[8:10])
+    there = [key for key in KEYS[:10] if key not in (KEYS[0], KEYS[3])]
+    assert driver.load(there).success
+    assert [driver.loaded_version(key, slot) for slot, key in enumerate(there)] == [0] * 8
+
+
 # -- restart ---------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +271,17 @@ def test_a_restart_evicts_what_would_have_been_evicted(policy: str) -> None:
         return driver.ready(KEYS)
 
     assert left_over(restart=True) == left_over(restart=False)
+
+
+def test_what_was_stored_after_a_restart_is_younger() -> None:
+    machine = Machine()
+    for keys in (KEYS[:2], KEYS[2:4], KEYS[4:6]):
+        driver = machine.open()
+        driver.store(keys)
+        assert driver.tier.close(1.0)
+    driver = machine.open()
+    driver.store(KEYS[6:8])
+    assert driver.ready(KEYS) == KEYS[2:8]
 
 
 def test_keys_of_every_length_up_to_the_limit() -> None:
@@ -316,6 +359,58 @@ def test_a_record_is_blank_before_its_bytes_change() -> None:
     driver = machine.open()
     driver.store(KEYS[:6])
     assert written(machine, driver, KEYS[6:12])[:2] == [("pwritev", "table"), ("pwritev", "slab")]
+
+
+class InterruptedSync(SimulatedFileSystem):
+    """Lets other threads do something while the data is being synced."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def fdatasync(self, fd: int) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        super().fdatasync(fd)
+
+
+def test_a_place_that_is_given_away_during_its_commit() -> None:
+    files = InterruptedSync()
+    files.make_folders(CACHE)
+    table_fd, slab_fd = files.open(TABLE, create=True), files.open(SLAB, create=True)
+    header = Header(SLOT_BYTES, NAMESPACE, 1, 0)
+    table = SlotTable(files, table_fd, header, 4)
+    table.format()
+
+    def recorded() -> list[int]:
+        other = SlotTable(files, table_fd, header, 4)
+        return other.recover(4).tolist()
+
+    table.stage([BlockRecord(i, KEYS[i], i + 1, 1, 99, i) for i in (0, 1, 2)], 0.0)
+    files.meanwhile = lambda: table.begin_writes([1])
+    table.commit(slab_fd)
+    assert recorded() == [0, 2]
+
+    def replace_again() -> None:
+        table.begin_writes([1])
+        table.stage([BlockRecord(1, KEYS[5], 9, 1, 99, 9)], 0.0)
+
+    table.stage([BlockRecord(i, KEYS[i], i + 1, 1, 99, i) for i in (1, 3)], 0.0)
+    files.meanwhile = replace_again
+    table.commit(slab_fd)
+    assert recorded() == [0, 2, 3], "a record whose bytes were not synced before it"
+    table.commit(slab_fd)
+    assert recorded() == [0, 1, 2, 3]
+
+
+def test_a_place_that_is_freed_and_given_away_before_the_commit() -> None:
+    machine = Machine()
+    driver = machine.open()
+    driver.store(KEYS[:6])
+    driver.tier.drop([KEYS[2]])
+    driver.store([KEYS[6]])
+    assert driver.load([KEYS[6]]).success
+    assert driver.tier.close(1.0)
+    assert machine.open().ready(KEYS) == [*KEYS[:2], *KEYS[3:7]]
 
 
 # -- how it is written -----------------------------------------------------------------------------------------------

@@ -41,19 +41,16 @@ class OpenJob:
         self.begun_s: float | None = None
         self.ended_s = 0.0
         self.reason = ""
-        self.void_reason = ""
 
     def void(self, reason: str) -> None:
-        """No key of this job succeeds, whatever was moved already."""
-        self.void_reason = self.reason = reason
+        """What was moved already does not count. The caller sees to it that nothing more succeeds."""
+        self.reason = reason
         self.results = [False] * len(self.keys)
         self.num_bytes = 0
 
     def end_block(self, position: int, success: bool, num_bytes: int = 0, reason: str = "") -> None:
         """The block of `keys[position]` is done with."""
         self.num_open -= 1
-        if self.void_reason:
-            return
         self.results[position] = success
         if success:
             self.num_bytes += num_bytes

@@ -86,11 +86,8 @@ def _restore(volumes: Sequence[Volume], num_places: int, epoch: int) -> OpenedCa
     order = np.argsort(use_order, kind="stable")
     places = np.concatenate([volume.places * len(volumes) + i for i, volume in enumerate(volumes)])
     keys, place_list = record_keys(column("key")[order], column("key_bytes")[order]), places[order].tolist()
+    # a key twice was stored again before the record of the first was blank: the later place holds, the other is free
     blocks = dict(zip(keys, place_list, strict=True))
-    if len(blocks) < len(keys):  # stored again before the record of the first was blank: the later one holds
-        for key, place in zip(keys, place_list, strict=True):
-            if blocks[key] != place:
-                volumes[place % len(volumes)].table.blank([place // len(volumes)])
     reused = dict.fromkeys(map(keys.__getitem__, np.flatnonzero(column("num_uses")[order]).tolist()))
     first_generation, first_order = int(column("generation").max()) + 1, int(use_order.max()) + 1
     return OpenedCache(volumes, num_places, epoch, blocks, list(reused), first_generation, first_order)

@@ -141,7 +141,7 @@ def make_room(files: FileSystem, root: str, own_path: str, own_bytes: int, limit
     for cache in others:
         if total_bytes <= limits.cap_bytes:
             break
-        if not (limits.keep_others or cache.is_live) and remove_cache(files, cache.path):
+        if not limits.keep_others and remove_cache(files, cache.path):
             total_bytes -= cache.counted_bytes
     return total_bytes <= limits.cap_bytes
 

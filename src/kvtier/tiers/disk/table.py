@@ -97,12 +97,8 @@ class SlotTable:
         self._blank(np.flatnonzero(blank & (found["state"] != 0)))
         return places
 
-    def blank(self, places: Sequence[int]) -> None:
-        """Forgets the blocks in these places; the file follows with the next commit. For opening."""
-        self._blank(np.array(places, np.int64))
-
     def write_blanks(self) -> None:
-        """Brings records that `recover` and `blank` made blank to the file. Raises OSError."""
+        """Brings records that `recover` made blank to the file. Raises OSError."""
         with self._lock:
             self._write_changes()
 
