@@ -75,7 +75,8 @@ class DrivenProcess:
         assert self.process.stdout
         with self.process.stdout:
             for line in self.process.stdout:
-                self._lines.put(line)
+                if line.endswith("\n"):  # else it was killed in the middle of it
+                    self._lines.put(line)
         self._lines.put("")
 
     # -- talk ------------------------------------------------------------------------------------------------
