@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-fast test-vllm check bench clean
+.PHONY: help demo test test-fast test-vllm check bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -48,9 +48,14 @@ check: $(VENV)/.dev  ## lint, types, imports, fast tests: under two minutes
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -m 'not vllm and not slow'
 
-bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside memcpy
+bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside memcpy, disk beside fio
 	$(BIN)/python benchmarks/manager.py $(if $(TRACE),--trace $(TRACE))
+	$(BIN)/python benchmarks/deferral.py
 	$(BIN)/python benchmarks/copies.py
+	$(BIN)/python benchmarks/disk.py --dir $(or $(DISK),/var/tmp)
+
+soak: $(VENV)/.dev  ## ten million operations of the simulation (minutes)
+	$(BIN)/kvtier simulate --seeds 0:9100 --timings
 
 clean:  ## removes the virtual environment and caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -25,7 +25,13 @@ from kvtier.interfaces import (
     Residency,
 )
 from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
-from kvtier.manager import CPUOffloadingManager, FilterReusedOffloadingManager, RequestDriver
+from kvtier.manager import (
+    CPUOffloadingManager,
+    FilterReusedOffloadingManager,
+    RequestDriver,
+    TieredOffloadingManager,
+    TieringLimits,
+)
 from kvtier.policy import ARCCachePolicy, LRUCachePolicy
 
 __version__ = "0.1.0"
@@ -54,6 +60,8 @@ __all__ = [
     "ReqContext",
     "RequestDriver",
     "Residency",
+    "TieredOffloadingManager",
+    "TieringLimits",
     "get_offload_block_hash",
     "get_offload_group_idx",
     "make_offload_key",

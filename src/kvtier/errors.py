@@ -41,3 +41,21 @@ class PoolError(KVTierError, OSError):
 
 class TransferError(KVTierError):
     """A transfer job was described wrongly: out of range, or for another layout."""
+
+
+class TierError(KVTierError, OSError):
+    """A tier's medium could not be opened, is in use by another process, or could not make an epoch durable."""
+
+
+class SimulationError(KVTierError, AssertionError):
+    """A simulated run broke a promise: a bug in what was simulated, or in the simulation.
+
+    `seed` and `step` say where; `command` repeats it.
+    """
+
+    def __init__(self, seed: int, step: int, what: str, command: str) -> None:
+        super().__init__(f"seed {seed}, step {step}: {what}; to repeat it: {command}")
+        self.seed = seed
+        self.step = step
+        self.what = what
+        self.command = command

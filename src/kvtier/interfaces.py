@@ -64,6 +64,9 @@ class ReqContext:
 
     __slots__ = ("__weakref__", "_states", "kv_transfer_params", "req_id")
 
+    by_engine = True
+    """Its transfers are the engine's. Those of a lower tier say nothing about whether the engine's copies work."""
+
     def __init__(self, req_id: str, kv_transfer_params: Mapping[str, Any] | None = None) -> None:
         self.req_id = req_id
         self.kv_transfer_params = kv_transfer_params
@@ -357,6 +360,19 @@ class CachePolicy(ABC):
 
         Atomic: None, and nothing changed, if there are not that many. O(victims + protected keys passed over).
         """
+
+    def evict_for(
+        self, newcomers: Sequence[OffloadKey], count: int, protected: Sequence[Container[OffloadKey]] = ()
+    ) -> list[OffloadKey] | None:
+        """As `evict`, to make room for the last `count` of `newcomers`, which are in prefix order and not resident.
+
+        A policy may return fewer victims where the others are worth more than what they would make room for: then
+        only so many fewer of the newcomers, the leading ones, are to be inserted. Here it never does.
+        """
+        return self.evict(count, protected)
+
+    def decline(self, keys: Sequence[OffloadKey]) -> None:
+        """Keys, not resident, in prefix order, that were offered and are not stored. A policy may learn from it."""
 
     @abstractmethod
     def remove(self, keys: Iterable[OffloadKey]) -> None:

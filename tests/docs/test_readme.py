@@ -22,6 +22,12 @@ def test_the_python_example_runs(text: str) -> None:
     exec(compile(example, str(README), "exec"), {})
 
 
+def test_the_python_example_of_the_replay_manual_runs() -> None:
+    manual = README.parent / "docs" / "replay.md"
+    (example,) = re.findall(r"```python\n(.*?)```", manual.read_text(), re.DOTALL)
+    exec(compile(example, str(manual), "exec"), {})
+
+
 def test_every_setting_is_in_the_table_with_its_default(text: str) -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", text, re.MULTILINE))
     defaults = parse_config({"ram": "1GiB"})

@@ -8,24 +8,39 @@ from kvtier.policy import POLICIES
 from kvtier.testing.driver_machine import DriverMachine
 
 
+def run(num_examples_divisor=1, **attributes):
+    machine = type("Machine", (DriverMachine,), attributes)
+    # without a seed of its own every configuration would take the same steps
+    seed(repr(sorted(attributes.items())))(machine)
+    profile = settings(report_multiple_bugs=False)
+    number = profile.max_examples // num_examples_divisor
+    run_state_machine_as_test(machine, settings=settings(profile, max_examples=number))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("deadline_s", [5.0, 0.0])
 @pytest.mark.parametrize("reuse_filter", ["no filter", "own filter", "filter around"])
 @pytest.mark.parametrize("policy_name", sorted(POLICIES))
 def test_driver_keeps_its_promises(policy_name, reuse_filter, deadline_s):
-    machine = type(
-        "Machine",
-        (DriverMachine,),
-        {
-            "policy_name": policy_name,
-            "store_threshold": 0 if reuse_filter == "no filter" else 2,
-            "filter_around": reuse_filter == "filter around",
-            "deadline_s": deadline_s,
-        },
+    run(
+        num_examples_divisor=3 if reuse_filter == "filter around" else 2 if deadline_s == 0 else 1,
+        policy_name=policy_name,
+        store_threshold=0 if reuse_filter == "no filter" else 2,
+        filter_around=reuse_filter == "filter around",
+        deadline_s=deadline_s,
     )
-    # without a seed of its own every configuration would take the same steps
-    seed(f"{policy_name} {reuse_filter} {deadline_s}")(machine)
-    profile = settings(report_multiple_bugs=False)
-    fewer = settings(profile, max_examples=profile.max_examples // 3)
-    run_state_machine_as_test(machine, settings=fewer if machine.filter_around else profile)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("policy_name", sorted(POLICIES))
+def test_driver_keeps_its_promises_with_a_circuit_breaker(policy_name):
+    run(num_examples_divisor=2, policy_name=policy_name, has_breaker=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("policy_name", sorted(POLICIES))
+def test_driver_keeps_its_promises_where_waiting_may_not_be_worth_it(policy_name):
+    run(num_examples_divisor=2, policy_name=policy_name, knows_rate=True)

@@ -4,9 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvtier import (
     CPUOffloadingManager,
@@ -40,6 +47,9 @@ def runs(draw):
 
 key_lists = st.one_of(runs(), st.lists(st.sampled_from(KEYS), min_size=1, max_size=CAPACITY, unique=True))
 requests = st.integers(0, NUM_REQUESTS - 1)
+# what empties the cache is rare (Hypothesis likes the ends of a range), or nothing would ever be in it
+rarely = st.integers(0, 5).map(lambda number: number == 3)
+mostly = st.integers(0, 3).map(lambda number: number != 2)
 
 
 @dataclass(eq=False)
@@ -77,6 +87,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self.ended: list[Job] = []
         for side in (self.manager, self.model):
             side.advance(self.now_s)
+
+    @initialize(filled=st.booleans(), prompt=st.sampled_from(PROMPTS))
+    def begin_with_a_prompt(self, filled, prompt):
+        if filled:
+            self.offer_prompt_and_store_it(0, prompt, False)
 
     # -- asking
 
@@ -118,10 +133,14 @@ class ManagerMachine(RuleBasedStateMachine):
         assert granted is not None
         self._compare_grant(granted, "prepare_store_prefix", keys, request)
 
-    @rule(request=requests)
-    def offer_prompt_and_store_it(self, request):
+    @rule(request=requests, prompt=st.sampled_from(PROMPTS), resumed=st.booleans())
+    def offer_prompt_and_store_it(self, request, prompt, resumed):
         """The common case, so that the machine often has ready blocks to work with."""
-        keys = PROMPTS[request % len(PROMPTS)]
+        if not resumed:
+            self.new_request(request, True)  # one whose store was cut short stores nothing more
+        keys = prompt[: CAPACITY - request] if resumed else prompt
+        for key in keys[: CAPACITY + 1] * self.store_threshold:
+            self.lookup(key, request)
         self.prepare_store_prefix(keys, request)
         while self.stores:
             self._end_store(self.stores[-1], sorted(self.stores[-1].pending), True, by_spec=True)
@@ -161,19 +180,19 @@ class ManagerMachine(RuleBasedStateMachine):
             self.ended = [*self.ended[-7:], job]
 
     @precondition(lambda self: self.stores)
-    @rule(data=st.data(), success=st.booleans(), by_spec=st.booleans())
+    @rule(data=st.data(), success=mostly, by_spec=st.booleans())
     def complete_store(self, data, success, by_spec):
         job, keys = self._pick(self.stores, data)
         self._end_store(job, keys, success, by_spec)
 
-    @rule(keys=key_lists, request=requests, success=st.booleans())
+    @rule(keys=key_lists, request=requests, success=mostly)
     def complete_store_that_nobody_asked_for(self, keys, request, success):
         """By keys alone, also of blocks that are ready, unknown, or in flight for another request."""
         for side in (self.manager, self.model):
             side.complete_store([*keys, NEVER_STORED], self.contexts[request], success)
 
     @precondition(lambda self: self.ended)
-    @rule(data=st.data(), success=st.booleans())
+    @rule(data=st.data(), success=mostly)
     def complete_store_twice(self, data, success):
         job = data.draw(st.sampled_from(self.ended), label="job")
         if job.model_spec.begin_by_s is None:
@@ -196,8 +215,18 @@ class ManagerMachine(RuleBasedStateMachine):
         assert spec.begin_by_s == expected.begin_by_s
         self.loads.append(Job(context, keys, spec, expected, set(keys)))
 
+    @precondition(_ready)
+    @rule(request=requests, count=st.integers(1, CAPACITY))
+    def load_what_is_ready(self, request, count):
+        """Often by several requests at once."""
+        keys = self._ready()[:count]
+        for number in {request, 0}:
+            context = self.contexts[number]
+            specs = [side.prepare_load(keys, context) for side in (self.manager, self.model)]
+            self.loads.append(Job(context, keys, *specs, set(keys)))
+
     @precondition(lambda self: self.loads)
-    @rule(data=st.data(), success=st.booleans(), by_spec=st.booleans())
+    @rule(data=st.data(), success=mostly, by_spec=st.booleans())
     def complete_load(self, data, success, by_spec):
         job, keys = self._pick(self.loads, data)
         # by key alone a request cannot say which of its own two reads of a key has ended
@@ -209,7 +238,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self._forget(self.loads, job, keys)
 
     @precondition(lambda self: self.ended)
-    @rule(data=st.data(), success=st.booleans())
+    @rule(data=st.data(), success=mostly)
     def complete_load_twice(self, data, success):
         job = data.draw(st.sampled_from(self.ended), label="job")
         if job.model_spec.begin_by_s is not None:
@@ -284,24 +313,24 @@ class ManagerMachine(RuleBasedStateMachine):
             side.on_schedule_end()
             assert side.has_pending_work() is False
 
-    @rule(really=st.integers(0, 3))
+    @rule(really=rarely)
     def reset_cache(self, really):
-        if really:
+        if not really:
             return
         for side in (self.manager, self.model):
             side.reset_cache()
 
-    @rule(really=st.integers(0, 3))
+    @rule(really=rarely)
     def writers_died(self, really):
-        if really:
+        if not really:
             return
         self.manager.writers_died()
         self.model.writers_died()
 
-    @rule(really=st.integers(0, 3))
+    @rule(really=rarely)
     def everything_ends(self, really):
         """Nothing is left in flight, pinned or condemned, and after a reset the manager allocates as if new."""
-        if really:
+        if not really:
             return
         for job in list(self.stores):
             self._end_store(job, sorted(job.pending), True, by_spec=True)
@@ -354,7 +383,9 @@ def test_manager_agrees_with_the_model(policy_name, reuse_filter):
             "wrapped": reuse_filter == "filter around",
         },
     )
-    run_state_machine_as_test(machine, settings=settings(max_examples=50) if machine.wrapped else settings())
+    # without a seed of its own every configuration would take the same steps
+    seed(f"{policy_name} {reuse_filter}")(machine)
+    run_state_machine_as_test(machine, settings=settings(max_examples=90) if machine.wrapped else settings())
 
 
 @pytest.mark.slow
@@ -362,4 +393,5 @@ def test_manager_agrees_with_the_model(policy_name, reuse_filter):
 @pytest.mark.parametrize("policy_name", ["lru", "arc"])
 def test_manager_that_never_waits_agrees_with_the_model(policy_name):
     machine = type("Machine", (ManagerMachine,), {"policy_name": policy_name, "deadline_s": 0.0})
-    run_state_machine_as_test(machine, settings=settings(max_examples=50))
+    seed(policy_name)(machine)
+    run_state_machine_as_test(machine, settings=settings(max_examples=90))

@@ -9,6 +9,7 @@ from kvtier import ARCCachePolicy, LRUCachePolicy
 from kvtier.testing import ReferenceARC, ReferenceLRU, make_keys
 from kvtier.testing.observe import policy_state
 
+POLICIES = [(LRUCachePolicy, ReferenceLRU), (ARCCachePolicy, ReferenceARC)]
 CAPACITY = 7
 KEYS = make_keys(18)
 
@@ -72,7 +73,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("policy", [(LRUCachePolicy, ReferenceLRU), (ARCCachePolicy, ReferenceARC)], ids=["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES, ids=["lru", "arc"])
 def test_policy_agrees_with_its_reference(policy):
     policy_class, reference_class = policy
     machine = type("Machine", (PolicyMachine,), {"policy_class": policy_class, "reference_class": reference_class})

@@ -1,90 +1,29 @@
-"""Request traces: what is read, what is refused, and what the engine is asked."""
+"""Request traces of the demo: what the engine is asked."""
 
-import gzip
 import json
-import math
 
 import pytest
 
 from kvtier.cli import demo_trace
 from kvtier.errors import ConfigurationError
-
-GOOD = {"timestamp": 0, "input_length": 1000, "output_length": 100, "hash_ids": [0, 1]}
-
-
-def line(**changes):
-    fields = {**GOOD, **changes}
-    return json.dumps({key: value for key, value in fields.items() if value is not ...})
+from kvtier.sim.traces import TraceRequest
 
 
 def request(at_s, ids, input_length=None, output_length=100):
-    return demo_trace.TraceRequest(at_s * 1000, input_length or 512 * len(ids), output_length, tuple(ids))
+    return TraceRequest(
+        timestamp_ms=at_s * 1000,
+        input_length=input_length or 512 * len(ids),
+        output_length=output_length,
+        hash_ids=tuple(ids),
+    )
 
 
-def test_reads_in_order_of_arrival(tmp_path):
+def test_a_trace_in_small_blocks_is_refused(tmp_path):
     path = tmp_path / "trace.jsonl"
-    path.write_text(f"{line(timestamp=5.5)}\n\n{line(timestamp=3, hash_ids=[7, 8])}\n")
-    first, second = demo_trace.read_trace(path)
-    assert first == demo_trace.TraceRequest(3, 1000, 100, (7, 8))
-    assert second.timestamp_ms == 5.5
-
-
-def test_reads_gzip(tmp_path):
-    path = tmp_path / "trace.jsonl.gz"
-    with gzip.open(path, "wt") as out:
-        out.write(line())
-    assert len(demo_trace.read_trace(path)) == 1
-
-
-@pytest.mark.parametrize(
-    ("bad", "said"),
-    [
-        ("{", "not JSON"),
-        ("[1]", "'[1]' is not an object"),
-        (line(timestamp=...), "timestamp is missing"),
-        (line(input_length=...), "input_length is missing"),
-        (line(output_length=...), "output_length is missing"),
-        (line(hash_ids=...), "hash_ids is missing"),
-        (line(timestamp="0"), 'timestamp is "0", expected a number of at least 0'),
-        (line(timestamp=-1), "timestamp is -1"),
-        (line(timestamp=math.nan), "timestamp is NaN"),
-        (line(timestamp=True), "timestamp is true"),
-        (line(input_length=0, hash_ids=[1]), "input_length is 0, expected an integer of at least 1"),
-        (line(input_length=1.5), "input_length is 1.5"),
-        (line(output_length=None), "output_length is null"),
-        (line(hash_ids=[]), "hash_ids is [], expected a list"),
-        (line(hash_ids=["a", "b"]), 'hash_ids is ["a", "b"], expected a list'),
-        (line(hash_ids=list(range(40))), "40 hash_ids for input_length 1000, expected 2"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path, bad, said):
-    path = tmp_path / "trace.jsonl"
-    path.write_text(f"{line()}\n\n{bad}\n{line()}\n")
-    with pytest.raises(ConfigurationError, match="line 3: ") as caught:
-        demo_trace.read_trace(path)
-    assert said in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert len(str(caught.value)) < len(str(path)) + 150
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("empty.jsonl", b"\n\n", "holds no request"),
-        ("bytes.jsonl", b"\xff\xfe\x00", "cannot be read"),
-        ("not.gz", b"plain", "cannot be read"),
-        ("not.xz", b"plain", "cannot be read"),
-    ],
-)
-def test_a_file_that_is_no_trace(tmp_path, name, content, said):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigurationError, match=said):
-        demo_trace.read_trace(tmp_path / name)
-
-
-def test_a_folder_is_no_trace(tmp_path):
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        demo_trace.read_trace(tmp_path)
+    fields = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 0, "type": "text", "turn": 1, "hash_ids": [1]}
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ConfigurationError, match="blocks of 16 tokens; the demo needs 512"):
+        demo_trace.read_demo_trace(path)
 
 
 def test_tokens_depend_on_the_id_alone():

@@ -174,3 +174,16 @@ def test_a_tail_that_is_resident_is_no_cut(new):
     manager.complete_store(K[:1], context)
     manager.reset_cache()
     assert manager.prepare_store_prefix(K[4:6], context).keys_to_store == K[4:6]
+
+
+def test_a_store_that_was_cut_short_says_nothing_of_the_all_or_nothing_form(new):
+    manager = new()
+    context = ReqContext("b")
+    store_ready(manager, K[:4], A)
+    load = manager.prepare_load(K[:4], A)
+    assert manager.prepare_store_prefix(K[4:6], context).keys_to_store == []
+    assert manager.prepare_store(K[4:6], context) is None
+    manager.complete_load(K[:4], A, True, load)
+    granted = manager.prepare_store(K[4:6], context)
+    assert granted.keys_to_store == K[4:6]
+    assert granted.evicted_keys == K[:2]

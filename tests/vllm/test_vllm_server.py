@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ class Server:
             assert time.monotonic() < give_up_at_s, f"still not: {what}\n{self._log.read_text()[-3000:]}"
             time.sleep(POLL_S)  # between two questions over HTTP or to /proc
 
+    @property
+    def log(self) -> str:
+        """What the server has printed so far."""
+        return self._log.read_text()
+
     def is_healthy(self) -> bool:
         assert self.process.poll() is None, self._log.read_text()[-6000:]
         with contextlib.suppress(OSError, urllib.error.URLError):
@@ -79,6 +84,7 @@ def serving(model: Path, folder: Path, settings: dict[str, Any], *arguments: str
     command += ["--enforce-eager", "--max-num-seqs", "8", "--kv-transfer-config"]
     command += [json.dumps(connector_arguments(settings)), *arguments]
     environment = {**os.environ, **engine_environment(multiprocess=True, ranks=ranks), "VLLM_SERVER_DEV_MODE": "1"}
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -116,6 +122,7 @@ def test_metrics_of_a_served_engine(smollm2, plain, tmp_path):
             lambda: server.metrics()["vllm:kvtier_loaded_blocks_total"] == num_blocks, "all prompts are loaded"
         )
 
+        assert "kvtier: RAM pool of" in server.log
         metrics = server.metrics()
         assert metrics["vllm:kv_offload_load_bytes_total"] == num_blocks * block_bytes
         assert metrics["vllm:kv_offload_store_bytes_total"] == num_blocks * block_bytes
@@ -123,7 +130,9 @@ def test_metrics_of_a_served_engine(smollm2, plain, tmp_path):
         assert metrics["vllm:kv_offload_load_size_count"] == len(prompts)
         assert metrics["vllm:kvtier_capacity_blocks"] == num_slots
         assert metrics["vllm:kvtier_ready_blocks"] == num_blocks
-        for name in ("in_flight_blocks", "pinned_blocks", "condemned_blocks", "evicted_blocks_total", "errors_total"):
+        idle = ["in_flight_blocks", "pinned_blocks", "condemned_blocks", "evicted_blocks_total", "errors_total"]
+        idle += ["failed_jobs_total", "breaker_openings_total", "breaker_state"]
+        for name in idle:
             assert metrics[f"vllm:kvtier_{name}"] == 0
         assert metrics["vllm:external_prefix_cache_hits_total"] == num_blocks * BLOCK
 
@@ -140,10 +149,10 @@ def all_pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def mapped_shared_memory() -> set[str]:
-    """Names in /dev/shm that a living process uses."""
+def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that one of these processes uses."""
     names = set()
-    for pid in all_pids():
+    for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 if "/dev/shm/" in line:
@@ -164,6 +173,7 @@ def test_a_killed_engine_leaves_nothing_behind(dense, tmp_path):
         assert len(pools) == 1
         assert not [name for name in os.listdir("/dev/shm") if "kvtier" in name]
 
+        shared = mapped_shared_memory(session)  # vLLM's own; others on this machine may have theirs
         engine_core = [pid for pid in users if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
         assert len(engine_core) == 1
         os.kill(engine_core[0], signal.SIGKILL)
@@ -174,8 +184,43 @@ def test_a_killed_engine_leaves_nothing_behind(dense, tmp_path):
         left = set(os.listdir("/dev/shm")) - before
         assert not [name for name in left if "kvtier" in name]
         server.wait_until(
-            lambda: not set(os.listdir("/dev/shm")) - before - mapped_shared_memory(), "nothing is left in /dev/shm"
+            lambda: not shared.intersection(os.listdir("/dev/shm")) - mapped_shared_memory(all_pids()),
+            "nothing is left in /dev/shm",
         )
+
+
+def test_two_data_parallel_ranks_have_a_pool_each_and_leave_nothing_behind(dense, tmp_path):
+    pools_folder = tmp_path / "pools"
+    pools_folder.mkdir()
+    arguments = ["--num-gpu-blocks-override", "40", "--max-model-len", "640", "--skip-tokenizer-init"]
+    settings = {"ram": "64MiB", "pool_dir": str(pools_folder)}
+    with serving(dense, tmp_path, settings, *arguments, "--data-parallel-size", "2", ranks=2) as server:
+        for seed in range(4):
+            server.complete(dense, Prompts(20 + seed)(9 * BLOCK))
+        session = [pid for pid in all_pids() if in_session(pid, server.process.pid)]
+        users = {pid: files for pid in session if (files := unnamed_files(pid, pools_folder))}
+        assert len(set().union(*users.values())) == 2, "one pool for each rank"
+        assert all(len(files) == 1 for files in users.values()), "nobody has the pool of the other rank"
+        assert server.log.count("kvtier: RAM pool of") == 2
+        assert list(pools_folder.iterdir()) == []
+        for pid in users:
+            os.kill(pid, signal.SIGKILL)
+        server.wait_until(lambda: not any(map(is_alive, users)), "all that had a pool are dead")
+    assert list(pools_folder.iterdir()) == []
+
+
+def unnamed_files(pid: int, folder: Path) -> set[tuple[str, str]]:
+    """(device, inode) of every file without a name in `folder` that the process has mapped."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {tuple(line.split()[3:5]) for line in lines if f"{folder}/" in line and "(deleted)" in line}
+    return set()
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    return False
 
 
 def in_session(pid: int, session: int) -> bool:

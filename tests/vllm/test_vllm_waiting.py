@@ -123,16 +123,30 @@ def test_a_request_does_not_wait_for_a_store_beyond_its_deadline(engine, expecte
     assert late.tokens == reader.tokens
 
 
-def test_a_store_that_never_ends_is_given_up_and_its_slots_come_back(engine, expected):
+def test_a_store_that_never_begins_is_cancelled_and_the_engine_comes_to_rest(engine, expected):
     prompt = new_prompt(PREFIX + TAIL)
     with engine.holding("store") as held:
         engine.finish(engine.submit(prompt))
         engine.until(lambda: len(held) > 0, "the store has been submitted")
         engine.clock.advance(60.0)
+        engine.drain()  # the copy thread is still held
+        stats = engine.core.get_stats()
+        assert (stats.in_flight_blocks, stats.condemned_blocks) == (0, 0)
+    again = engine.ask_afresh(prompt)
+    assert again.num_cached == 0
+    assert again.tokens == expected(prompt)
+
+
+def test_a_store_that_never_ends_is_given_up_and_its_slots_come_back(engine, expected):
+    prompt = new_prompt(PREFIX + TAIL)
+    with engine.stuck_copies() as held:
+        engine.finish(engine.submit(prompt))
+        engine.until(lambda: len(held) > 0, "the copy has begun")
+        engine.clock.advance(60.0)
         engine.step()
         stats = engine.core.get_stats()
         assert stats.in_flight_blocks == 0
-        assert stats.condemned_blocks > 0  # somebody may still write there
+        assert stats.condemned_blocks > 0  # somebody still writes there
         held.release()
         engine.drain()
     assert engine.core.get_stats().condemned_blocks == 0
@@ -171,6 +185,27 @@ def test_a_request_behind_a_stalled_load_is_let_go_too(engine, expected):
         engine.clock.advance(DEADLINE_S + 1)
         engine.finish(first, second)
     assert [first.tokens, second.tokens] == [expected(one), expected(two)]
+
+
+def test_a_request_behind_a_load_that_never_ends_is_let_go(engine, expected):
+    """The load has begun, so it cannot be cancelled: its own request must wait, nobody else."""
+    prefix = new_prompt(PREFIX)
+    one, two = prefix + new_prompt(TAIL), prefix + new_prompt(TAIL)
+    engine.ask(one)
+    engine.forget()
+    with engine.stuck_copies() as held:
+        first = engine.submit(one)
+        engine.until(lambda: len(held) > 0, "the load's copy has begun")
+        second = engine.submit(two)
+        engine.steps_without_answer(first, second)
+        engine.clock.advance(DEADLINE_S + 1)
+        engine.until(lambda: second.finished, "the second request has been answered")
+        assert not first.tokens
+        held.release()
+        engine.finish(first)
+    assert [first.tokens, second.tokens] == [expected(one), expected(two)]
+    assert first.num_cached == PREFIX
+    assert second.num_cached == 0
 
 
 def test_with_a_deadline_of_zero_nobody_waits(hybrid, plain, start_engine):

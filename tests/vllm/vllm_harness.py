@@ -290,8 +290,9 @@ class Engine:
         assert self.llm.reset_prefix_cache(), "blocks are still in use"
 
     def start_over(self) -> None:
-        """Both caches empty, every counter as at the start."""
+        """Both caches empty, every counter as at the start, and no failure of the test before held against the tier."""
         self.drain()
+        self.clock.advance(120.0)
         assert self.reset()
         self.drain()
         self._counted_before = self._counted()
@@ -319,6 +320,40 @@ class Engine:
         failing = Failing(times)
         with self._rule(kind, failing):
             yield failing
+
+    @contextlib.contextmanager
+    def stuck_copies(self) -> Iterator[Held]:
+        """Copies that begin inside stand still in the middle, with the memory in their hands, until `release`.
+
+        `jobs` has one entry (None) for each slice that is stuck.
+        """
+        held = Held()
+        transfers = self.transfers
+        real = transfers._copier
+
+        class StuckCopier:
+            name = "stuck"
+
+            def copy(self, *fragments: Any) -> None:
+                held.hold(None)  # type: ignore[arg-type]
+                real.copy(*fragments)
+
+        transfers._copier = StuckCopier()
+        try:
+            yield held
+        finally:
+            held.release()
+            transfers._copier = real
+
+    @contextlib.contextmanager
+    def silent_worker(self) -> Iterator[None]:
+        """The worker goes on, but reports nothing: no transfer has an end that the scheduler knows of."""
+        worker = self.worker
+        worker.get_finished = list
+        try:
+            yield
+        finally:
+            del worker.get_finished
 
     @contextlib.contextmanager
     def _rule(self, kind: str, rule: Held | Failing) -> Iterator[None]:

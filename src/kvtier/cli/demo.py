@@ -93,7 +93,7 @@ def chat_spec(options: Options) -> dict[str, Any]:
 
 def trace_spec(options: Options, trace: Path) -> tuple[dict[str, Any], list[str]]:
     """What both runs of a trace are asked, and what to say about it."""
-    everything = demo_trace.read_trace(trace)
+    everything = demo_trace.read_demo_trace(trace)
     chosen = demo_trace.sample_conversations(everything, options.requests, options.window_s)
     span_s = (chosen[-1].timestamp_ms - chosen[0].timestamp_ms) / 1000
     speed = options.speed or max(span_s / TRACE_SPAN_S, 1e-3)

@@ -7,36 +7,22 @@ prefixes that production requests shared are shared in the engine, at a sixteent
 
 from __future__ import annotations
 
-import gzip
-import json
-import lzma
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 from kvtier.errors import ConfigurationError
+from kvtier.sim.traces import MOONCAKE_BLOCK_TOKENS as TRACE_BLOCK_TOKENS
+from kvtier.sim.traces import TraceRequest, read_trace
 
-TRACE_BLOCK_TOKENS = 512
-"""What one id of a trace stands for."""
 MAX_OUTPUT_TOKENS = 64
 _COMMON_SHARE = 0.02
 """A block in more of the requests than this is a shared system prompt: it does not make a conversation."""
 _TOKENS = (1000, 40_000)
 """Range of the made-up token ids: ordinary words, no control tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One line of a trace: arrival in milliseconds, lengths in the trace's tokens."""
-
-    timestamp_ms: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,75 +36,14 @@ class ScaledRequest:
     """Whether the prompt was longer than the engine takes and lost its end."""
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
-    """Every request of a trace, in order of arrival. Also reads .gz and .xz.
-
-    Raises ConfigurationError that names the file, the line and what is wrong with it.
-    """
-    opener: Callable[..., IO[str]] = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)  # type: ignore[assignment]
-    requests = []
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    requests.append(_parse(line, f"{path}, line {number}"))
-    except FileNotFoundError:
-        raise ConfigurationError(f"trace: {path} does not exist") from None
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
-        raise ConfigurationError(f"trace: {path} cannot be read: {error}") from error
-    if not requests:
-        raise ConfigurationError(f"trace: {path} holds no request")
-    requests.sort(key=lambda request: request.timestamp_ms)
-    return requests
-
-
-def _parse(line: str, where: str) -> TraceRequest:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-    if not isinstance(fields, dict):
-        raise ConfigurationError(f"{where}: {line.strip()[:40]!r} is not an object with the fields of a request")
-    ids = _field(fields, "hash_ids", where)
-    if not isinstance(ids, list) or not ids or not all(_is_int(block) for block in ids):
-        raise ConfigurationError(f"{where}: hash_ids is {_short(ids)}, expected a list of at least one integer")
-    input_length = _number(fields, "input_length", where, least=1, whole=True)
-    needed = -(-input_length // TRACE_BLOCK_TOKENS)
-    if len(ids) != needed:
+def read_demo_trace(path: Path) -> list[TraceRequest]:
+    """Every request of a trace in 512-token blocks, in order of arrival. Raises ConfigurationError."""
+    trace = read_trace(path)
+    if trace.block_tokens != TRACE_BLOCK_TOKENS:
         raise ConfigurationError(
-            f"{where}: {len(ids)} hash_ids for input_length {input_length:g}, expected {needed:g} "
-            f"(one for each {TRACE_BLOCK_TOKENS} tokens)"
+            f"trace: {path} has blocks of {trace.block_tokens} tokens; the demo needs {TRACE_BLOCK_TOKENS}"
         )
-    return TraceRequest(
-        timestamp_ms=_number(fields, "timestamp", where, least=0),
-        input_length=int(input_length),
-        output_length=int(_number(fields, "output_length", where, least=0, whole=True)),
-        hash_ids=tuple(ids),
-    )
-
-
-def _field(fields: dict[str, Any], name: str, where: str) -> Any:
-    try:
-        return fields[name]
-    except KeyError:
-        raise ConfigurationError(f"{where}: {name} is missing") from None
-
-
-def _number(fields: dict[str, Any], name: str, where: str, *, least: int, whole: bool = False) -> float:
-    value = _field(fields, name, where)
-    kind = "an integer" if whole else "a number"
-    if not (_is_int(value) or (isinstance(value, float) and not whole)) or not least <= value < math.inf:
-        raise ConfigurationError(f"{where}: {name} is {_short(value)}, expected {kind} of at least {least}")
-    return float(value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return list(trace.requests)
 
 
 def sample_conversations(

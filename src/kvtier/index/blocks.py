@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
+import numpy as np
+
 from kvtier.errors import InvariantError
 from kvtier.index.states import TRANSITIONS, SlotEvent, SlotState
 from kvtier.keys import OffloadKey
@@ -25,24 +27,6 @@ class CondemnedSlot:
     has_writer: bool
 
 
-class Write:
-    """One allocation: the slots that one store writes, until all of its keys have been published or given up."""
-
-    __slots__ = ("_slot_of", "generation", "keys", "slots")
-
-    def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], generation: int) -> None:
-        self.keys = keys
-        self.slots = slots
-        self.generation = generation
-        self._slot_of: dict[OffloadKey, int] | None = None
-
-    def slot_of(self, key: OffloadKey) -> int:
-        """The slot of one of its keys. O(1), amortised over the keys."""
-        if self._slot_of is None:
-            self._slot_of = dict(zip(self.keys, self.slots, strict=True))
-        return self._slot_of[key]
-
-
 class BlockIndex:
     """Slots 0..num_slots-1 of one tier and the keys visible through them.
 
@@ -53,7 +37,7 @@ class BlockIndex:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.ready: dict[OffloadKey, int] = {}
-        self.in_flight: dict[OffloadKey, Write] = {}
+        self.in_flight: dict[OffloadKey, int] = {}
         self.condemned: dict[int, CondemnedSlot] = {}
         self.pins: dict[OffloadKey, int] = {}
         """Number of loads of each visible, pinned key; a key without loads is not in here."""
@@ -64,14 +48,14 @@ class BlockIndex:
         self._freed: list[int] = []
         self._num_never_used = num_slots
         # the edges of the state machine, resolved once to the containers at their ends
-        writes = {SlotState.IN_FLIGHT: self.in_flight}
-        blocks = {SlotState.READY: self.ready}
-        self._allocate_to = writes[TRANSITIONS[SlotEvent.ALLOCATE][1]]
-        self._publish_from = writes[TRANSITIONS[SlotEvent.PUBLISH][0]]
+        blocks = {SlotState.IN_FLIGHT: self.in_flight, SlotState.READY: self.ready}
+        self._allocate_to = blocks[TRANSITIONS[SlotEvent.ALLOCATE][1]]
+        self._restore_to = blocks[TRANSITIONS[SlotEvent.RESTORE][1]]
+        self._publish_from = blocks[TRANSITIONS[SlotEvent.PUBLISH][0]]
         self._publish_to = blocks[TRANSITIONS[SlotEvent.PUBLISH][1]]
-        self._abandon_from = writes[TRANSITIONS[SlotEvent.ABANDON][0]]
+        self._abandon_from = blocks[TRANSITIONS[SlotEvent.ABANDON][0]]
         self._drop_from = blocks[TRANSITIONS[SlotEvent.DROP][0]]
-        self._condemn_write_from = writes[TRANSITIONS[SlotEvent.CONDEMN_WRITE][0]]
+        self._condemn_write_from = blocks[TRANSITIONS[SlotEvent.CONDEMN_WRITE][0]]
         self._condemn_read_from = blocks[TRANSITIONS[SlotEvent.CONDEMN_READ][0]]
 
     # -- reading ---------------------------------------------------------------------------------------------
@@ -93,50 +77,63 @@ class BlockIndex:
 
     # -- batches ---------------------------------------------------------------------------------------------
 
-    def allocate(self, keys: Sequence[OffloadKey]) -> tuple[list[int], int]:
+    def allocate(self, keys: Sequence[OffloadKey]) -> tuple[dict[OffloadKey, int], list[int], int]:
         """FREE -> IN_FLIGHT for `len(keys)` slots: never-used ones ascending, then the last freed first.
 
-        The caller guarantees `len(keys) <= num_free` and hands `keys` over. Returns the slots in the order of `keys`,
-        which the caller does not change, and their generation.
+        The caller guarantees `1 <= len(keys) <= num_free`. Returns key to slot, the slots in the order of `keys`, and
+        their generation; the caller owns both containers.
         """
         count = len(keys)
-        slots: list[int] = []
         if self._num_never_used:
-            first = self.num_slots - self._num_never_used
-            slots += range(first, min(first + count, self.num_slots))
-            self._num_never_used -= len(slots)
+            slots = self._take_never_used(count)
             count -= len(slots)
+            if count:
+                slots += self._freed[: -count - 1 : -1]
+        else:
+            slots = self._freed[: -count - 1 : -1]
         if count:
-            slots += self._freed[: -count - 1 : -1]
             del self._freed[-count:]
         self.num_allocations = generation = self.num_allocations + 1
         generations = self.generations
         for slot in slots:
             generations[slot] = generation
-        self._allocate_to.update(dict.fromkeys(keys, Write(keys, slots, generation)))
-        return slots, generation
+        slot_of = dict(zip(keys, slots, strict=True))
+        self._allocate_to.update(slot_of)
+        return slot_of, slots, generation
+
+    def restore(self, blocks: dict[OffloadKey, int]) -> None:
+        """FREE -> READY for blocks that an earlier process stored: key to slot, each slot once. New indexes only.
+
+        The slots that are left are handed out in ascending order.
+        """
+        self._restore_to.update(blocks)
+        free = np.ones(self.num_slots, bool)
+        free[np.fromiter(blocks.values(), np.int64, len(blocks))] = False
+        self._freed = np.flatnonzero(free)[::-1].tolist()
+        self._num_never_used = 0
 
     def publish(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """IN_FLIGHT -> READY: the bytes are there. Keys that are not in flight are passed over.
 
         Returns those that became ready; the caller owns the list.
         """
-        writes = list(map(self._publish_from.pop, keys, repeat(None)))
-        write = writes[0] if writes else None
-        if write is not None and writes.count(write) == len(writes) == len(write.keys):
-            # one write, and all of it: nearly every completion is that
-            self._publish_to.update(zip(write.keys, write.slots, strict=True))
+        writes = self._publish_from
+        if len(keys) == len(writes) and list(writes) == keys:
+            # everything that is in flight
+            self._publish_to.update(writes)
+            writes.clear()
             return list(keys)
-        arrived = []
-        for key, write in zip(keys, writes, strict=True):
-            if write is not None:
-                self._publish_to[key] = write.slot_of(key)
-                arrived.append(key)
+        slots = list(map(writes.pop, keys, repeat(-1)))
+        arrived = list(keys)
+        if -1 in slots:
+            arrived = [key for key, slot in zip(keys, slots, strict=True) if slot >= 0]
+            slots = [slot for slot in slots if slot >= 0]
+        self._publish_to.update(zip(arrived, slots, strict=True))
         return arrived
 
     def abandon(self, keys: Collection[OffloadKey]) -> None:
         """IN_FLIGHT -> FREE: the write failed and its writer is done."""
-        self._freed += [self._abandon_from.pop(key).slot_of(key) for key in keys]
+        self._freed += map(self._abandon_from.pop, keys)
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
         """READY -> FREE, for unpinned keys."""
@@ -145,7 +142,7 @@ class BlockIndex:
     def condemn_writes(self, keys: Collection[OffloadKey]) -> None:
         """IN_FLIGHT -> CONDEMNED: invisible from now on, free when the writer is known to be done."""
         for key in keys:
-            slot = self._condemn_write_from.pop(key).slot_of(key)
+            slot = self._condemn_write_from.pop(key)
             self._condemn(slot, CondemnedSlot(key, readers=0, has_writer=True))
 
     def condemn_reads(self, keys: Collection[OffloadKey]) -> None:
@@ -154,11 +151,11 @@ class BlockIndex:
             slot = self._condemn_read_from.pop(key)
             self._condemn(slot, CondemnedSlot(key, readers=self.pins.pop(key), has_writer=False))
 
-    def pin(self, keys: dict[OffloadKey, None]) -> None:
-        """One more load of each of these READY keys."""
+    def pin(self, keys: dict[OffloadKey, int]) -> None:
+        """One more load of each of these READY keys. Every value is 1."""
         pins = self.pins
         if not pins or pins.keys().isdisjoint(keys):
-            pins.update(dict.fromkeys(keys, 1))
+            pins.update(keys)
         else:
             for key in keys:
                 pins[key] = pins.get(key, 0) + 1
@@ -198,6 +195,13 @@ class BlockIndex:
 
     # -- private ---------------------------------------------------------------------------------------------
 
+    def _take_never_used(self, count: int) -> list[int]:
+        """`count` of them or all there are, ascending."""
+        first = self.num_slots - self._num_never_used
+        slots = list(range(first, min(first + count, self.num_slots)))
+        self._num_never_used -= len(slots)
+        return slots
+
     def _condemn(self, slot: int, entry: CondemnedSlot) -> None:
         self.condemned[slot] = entry
         self._condemned_of.setdefault(entry.key, []).append(slot)
@@ -216,7 +220,7 @@ class BlockIndex:
         """Recounts slots, pins and condemned bookkeeping. Raises InvariantError. O(num_slots)."""
         never_used = range(self.num_slots - self._num_never_used, self.num_slots)
         holders = Counter(self.ready.values())
-        holders.update(write.slot_of(key) for key, write in self.in_flight.items())
+        holders.update(self.in_flight.values())
         holders.update(list(self.condemned))
         holders.update(self._freed)
         holders.update(never_used)

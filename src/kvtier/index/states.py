@@ -27,6 +27,8 @@ class SlotEvent(enum.Enum):
 
     ALLOCATE = "allocate"
     """A store begins."""
+    RESTORE = "restore"
+    """A block that an earlier process stored is found again."""
     PUBLISH = "publish"
     """The write is complete."""
     ABANDON = "abandon"
@@ -43,6 +45,7 @@ class SlotEvent(enum.Enum):
 
 TRANSITIONS: dict[SlotEvent, tuple[SlotState, SlotState]] = {
     SlotEvent.ALLOCATE: (SlotState.FREE, SlotState.IN_FLIGHT),
+    SlotEvent.RESTORE: (SlotState.FREE, SlotState.READY),
     SlotEvent.PUBLISH: (SlotState.IN_FLIGHT, SlotState.READY),
     SlotEvent.ABANDON: (SlotState.IN_FLIGHT, SlotState.FREE),
     SlotEvent.DROP: (SlotState.READY, SlotState.FREE),

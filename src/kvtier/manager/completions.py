@@ -85,12 +85,10 @@ def writes_of(index: BlockIndex, keys: Collection[OffloadKey], spec: CPULoadStor
     for key, slot, generation in zip(spec.keys, spec.slots, spec.slot_generations, strict=True):
         if key not in named:
             continue
-        write = index.in_flight.get(key)
-        if write is not None and write.generation == generation:
-            current.append(key)
-            continue
         entry = index.condemned.get(slot)
-        if entry is not None and entry.has_writer and index.generations[slot] == generation:
+        if index.in_flight.get(key) == slot and index.generations[slot] == generation:
+            current.append(key)
+        elif entry is not None and entry.has_writer and index.generations[slot] == generation:
             index.writer_left(slot)
         else:
             num_late += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import filterfalse, takewhile
 from typing import cast
@@ -78,7 +78,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._now_s = -math.inf
         self._ages = StoreAges(store_timeout_s)
-        self._counters: Counter[str] = Counter()
+        self._counters: defaultdict[str, int] = defaultdict(int)  # a Counter sets its items through Python slots
         self._cost = WaitingCost()
         self.breaker = breaker
 
@@ -124,7 +124,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         keys = list(keys)
-        own = dict.fromkeys(keys)
+        own = dict.fromkeys(keys, 1)
         if len(own) < len(keys):
             raise completions.named_twice(keys)
         try:
@@ -142,7 +142,7 @@ class CPUOffloadingManager(OffloadingManager):
         begin_by_s = request.load_begin_by_s(self._now_s, self.deadline_s) if self._now_s > -math.inf else None
         spec = CPULoadStoreSpec(slots, list(map(index.generations.__getitem__, slots)), keys, begin_by_s)
         request.load_begun(spec)
-        if self.breaker is not None:
+        if self.breaker is not None and req_context.by_engine:
             self.breaker.note_begun()
         return spec
 
@@ -169,10 +169,10 @@ class CPUOffloadingManager(OffloadingManager):
                 raise completions.not_pinned(missing)
             request.load_ended(keys)
         if success:
-            if self.breaker is not None and keys:
+            if self.breaker is not None and req_context.by_engine and keys:
                 self.breaker.note_success(Transfer.LOAD)
         elif keys:
-            if self.breaker is not None:
+            if self.breaker is not None and req_context.by_engine:
                 self.breaker.note_failure(Transfer.LOAD)
             self._counters["failed_load_blocks"] += len(keys)
             self._withdraw(list(filter(self._ready.__contains__, keys)))
@@ -181,45 +181,45 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         keys = list(keys)
-        own = dict.fromkeys(keys)
-        if len(own) < len(keys):
+        distinct = set(keys)
+        if len(distinct) < len(keys):
             raise completions.named_twice(keys)
         request: RequestState = req_context._states.get(self) or self._request(req_context)
         if self.breaker is not None and self.breaker.is_shut:
-            return self._shed_all(keys, request)
-        new = self._storable(keys)
+            return self._shed_all(keys, distinct, request)
+        new = self._storable(keys, distinct)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         if missing > 0:
-            victims = evict_for_all(self.policy, missing, protected_from(self._index, own, new), request)
+            victims = evict_for_all(self.policy, new, missing, protected_from(self._index, distinct, new), request)
             if victims is None:
                 self._counters["refused_blocks"] += len(new)
                 return None
             evicted = victims
-        return self._grant(own, new, evicted, request, req_context)
+            if len(evicted) < missing:
+                keys, new = self._shed(keys, new, len(new) - missing + len(evicted))
+        return self._grant(keys, new, evicted, request, req_context)
 
     def prepare_store_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         keys = list(keys)
-        own = dict.fromkeys(keys)
-        if len(own) < len(keys):
+        distinct = set(keys)
+        if len(distinct) < len(keys):
             raise completions.named_twice(keys)
         request: RequestState = req_context._states.get(self) or self._request(req_context)
         if self.breaker is not None and self.breaker.is_shut:
-            return self._shed_all(keys, request)
-        new = self._storable(keys)
+            return self._shed_all(keys, distinct, request)
+        new = self._storable(keys, distinct)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         fitting = len(new)
         if request.shed:
             fitting = 0
         elif missing > 0:
-            evicted = evict_for_prefix(self.policy, missing, protected_from(self._index, own, new), request)
+            evicted = evict_for_prefix(self.policy, new, missing, protected_from(self._index, distinct, new), request)
             fitting -= missing - len(evicted)
         if fitting < len(new):
-            self._counters["shed_blocks"] += len(new) - fitting
-            own = dict.fromkeys(keys[: keys.index(new[fitting])])
-            new = new[:fitting]
-        return self._grant(own, new, evicted, request, req_context)
+            keys, new = self._shed(keys, new, fitting)
+        return self._grant(keys, new, evicted, request, req_context)
 
     def complete_store(
         self,
@@ -237,7 +237,7 @@ class CPUOffloadingManager(OffloadingManager):
         if success:
             arrived = self._index.publish(arriving)
             self._counters["stored_blocks"] += len(arrived)
-            if self.breaker is not None and arrived:
+            if self.breaker is not None and req_context.by_engine and arrived:
                 self.breaker.note_success(Transfer.STORE)
             if self._events is not None:
                 self._emit(arrived, removed=False)
@@ -247,7 +247,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._index.abandon(failed)
             self.policy.remove(failed)
             self._counters["failed_store_blocks"] += len(failed)
-            if self.breaker is not None:
+            if self.breaker is not None and req_context.by_engine:
                 self.breaker.note_failure(Transfer.STORE)
 
     def writers_died(self) -> None:
@@ -264,7 +264,10 @@ class CPUOffloadingManager(OffloadingManager):
             self._filter.count_offers(keys, req_context)
 
     def on_new_request(self, req_context: ReqContext) -> None:
-        self._request(req_context).introduced = True
+        request = req_context._states.get(self)
+        if request is None:
+            request = req_context._states[self] = RequestState()
+        request.introduced = True
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if self._filter is not None:
@@ -272,11 +275,11 @@ class CPUOffloadingManager(OffloadingManager):
         request: RequestState | None = req_context._states.get(self)
         if request is None:
             return
-        if request.accessed:
-            self.policy.settle(reversed(request.accessed), request.inserted)
+        self.policy.settle(reversed(request.accessed), request.inserted)
         if request.loads:
             # only its open loads are still of interest
-            req_context._states[self] = RequestState(request.loads)
+            rest = req_context._states[self] = RequestState()
+            rest.loads = request.loads
         else:
             del req_context._states[self]
 
@@ -294,6 +297,7 @@ class CPUOffloadingManager(OffloadingManager):
         if self._cost.recompute_blocks_per_s is None or not self._in_flight:
             return True
         request = self._request(req_context)
+        self._cost.observe(self._now_s, self._counters["stored_blocks"], is_storing=True)
         patience_s = self._cost.patience_s(keys, self._ready, self._in_flight)
         request.patient_until_s = min(request.patient_until_s, self._now_s + patience_s)
         return request.is_patient(self._now_s, self._counters)
@@ -307,8 +311,8 @@ class CPUOffloadingManager(OffloadingManager):
     def advance(self, now_s: float) -> None:
         if now_s <= self._now_s:
             return
-        if self._now_s == -math.inf:
-            self._ages.time_begins(now_s)
+        # what began before the time was first told begins to age now
+        self._ages.note(now_s if self._now_s == -math.inf else self._now_s, self._index.num_allocations)
         self._now_s = now_s
         if self.breaker is not None:
             self.breaker.advance(now_s)
@@ -356,6 +360,17 @@ class CPUOffloadingManager(OffloadingManager):
             difference = [key.hex() for key in resident.symmetric_difference(held)]
             raise InvariantError(f"the policy does not hold exactly the resident keys: {difference}")
 
+    # -- for a manager of several tiers ------------------------------------------------------------------------
+
+    @property
+    def has_reuse_filter(self) -> bool:
+        """Whether stores have to be offered more than once."""
+        return self._filter is not None
+
+    def ready_keys(self) -> list[OffloadKey]:
+        """Every block that can be loaded, oldest store first. The caller owns the list. O(capacity)."""
+        return list(self._ready)
+
     # -- private ---------------------------------------------------------------------------------------------
 
     def _request(self, req_context: ReqContext) -> RequestState:
@@ -378,16 +393,18 @@ class CPUOffloadingManager(OffloadingManager):
         now_s, counters = self._now_s, self._counters
         return request.is_patient(now_s, counters) and request.may_wait(now_s, self.deadline_s, counters)
 
-    def _shed_all(self, keys: list[OffloadKey], request: RequestState) -> PrepareStoreOutput:
+    def _shed_all(self, keys: list[OffloadKey], distinct: set[OffloadKey], request: RequestState) -> PrepareStoreOutput:
         """The tier is not used now: nothing of this is stored, and nothing behind it."""
-        num_shed = len(self._storable(keys))
+        num_shed = len(self._storable(keys, distinct))
         self._counters["shed_blocks"] += num_shed
         request.shed = request.shed or num_shed > 0
         return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
 
-    def _storable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+    def _storable(self, keys: list[OffloadKey], distinct: set[OffloadKey]) -> list[OffloadKey]:
         """Those of `keys` that are neither stored nor in flight and that the filter admits, in order."""
-        new = list(filterfalse(self._ready.__contains__, keys))
+        new = keys
+        if not self._ready.keys().isdisjoint(distinct):
+            new = list(filterfalse(self._ready.__contains__, keys))
         if self._in_flight:
             new = list(filterfalse(self._in_flight.__contains__, new))
         if self._filter is not None:
@@ -396,14 +413,23 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["filtered_blocks"] += num_offered - len(new)
         return new
 
+    def _shed(
+        self, keys: list[OffloadKey], new: list[OffloadKey], fitting: int
+    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Of the offered `keys`, and of the `new` ones among them, those that are not behind the first `fitting`."""
+        self._counters["shed_blocks"] += len(new) - fitting
+        self.policy.decline(new[fitting:])
+        return keys[: keys.index(new[fitting])], new[:fitting]
+
     def _grant(
         self,
-        own: dict[OffloadKey, None],
+        keys: list[OffloadKey],
         new: list[OffloadKey],
         evicted: list[OffloadKey],
         request: RequestState,
         req_context: ReqContext,
     ) -> PrepareStoreOutput:
+        """Stores `new`, which are what is to be stored of `keys`, in place of `evicted`."""
         if self._filter is not None:
             self._filter.note_prepared(req_context)
         index = self._index
@@ -412,23 +438,18 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["evicted_blocks"] += len(evicted)
             if self._events is not None:
                 self._emit(evicted, removed=True)
-        if len(new) == len(own):
-            request.note_inserted(own)
-        else:
-            inserted = dict.fromkeys(new)
-            if self._filter is not None:
-                own = {key: None for key in own if key in inserted or index.state_of(key) is not None}
-            # in prefix order, also where stored and new blocks alternate
-            request.note_reused(own)
-            request.note_inserted(inserted)
+        if len(new) < len(keys):
+            # the new ones too, so that all are in prefix order where stored and new blocks alternate
+            stored = set(new)
+            request.note_reused({key: None for key in keys if key in stored or index.state_of(key) is not None})
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted)
-        slots, generation = index.allocate(new)
+        slot_of, slots, generation = index.allocate(new)
         self.policy.insert(new)
+        request.note_inserted(slot_of)
         if not request.introduced and len(request.accessed) > 2 * index.num_slots + 1024:
             request.keep_only(lambda key: index.state_of(key) is not None)
-        self._ages.note(self._now_s, generation)
-        if self.breaker is not None:
+        if self.breaker is not None and req_context.by_engine:
             self.breaker.note_begun()
         begin_by_s = self._now_s + self.store_timeout_s if self._now_s > -math.inf else None
         spec = CPULoadStoreSpec(slots, [generation] * len(slots), new, begin_by_s)
@@ -442,12 +463,13 @@ class CPUOffloadingManager(OffloadingManager):
         self.policy.remove(keys)
         self._emit(keys, removed=True)
 
-    def _reap(self, last_overdue: float) -> None:
+    def _reap(self, last_overdue: int) -> None:
         """Condemns the stores in flight of this generation and older."""
-        overdue = [key for key, write in self._in_flight.items() if write.generation <= last_overdue]
+        generations = self._index.generations
+        overdue = [key for key, slot in self._in_flight.items() if generations[slot] <= last_overdue]
         if overdue:
             if self.breaker is not None:
-                self.breaker.note_failure(Transfer.STORE, len({self._in_flight[key].generation for key in overdue}))
+                self.breaker.note_failure(Transfer.STORE, len({generations[self._in_flight[key]] for key in overdue}))
             self._index.condemn_writes(overdue)
             self.policy.remove(overdue)
             self._counters["reaped_blocks"] += len(overdue)

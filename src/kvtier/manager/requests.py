@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection
+from typing import Any
 
 from kvtier.interfaces import CPULoadStoreSpec
 from kvtier.keys import OffloadKey
@@ -13,7 +14,7 @@ MIN_LOAD_BEGIN_S = 1.0
 """A load may always wait this long to begin, however short the deadline: the engine's own step comes first."""
 
 
-NO_KEYS: dict[OffloadKey, None] = {}
+NO_KEYS: dict[OffloadKey, Any] = {}
 NO_LOADS: list[CPULoadStoreSpec] = []
 """Nobody adds to these two: what a request has none of is replaced by its own."""
 
@@ -30,6 +31,8 @@ class RequestState:
     """Room can only be made from its own blocks: sparing them need not be tried again."""
     shed = False
     """A store was cut short: what lies behind the cut is not worth storing."""
+    refused = False
+    """The policy has declined a block of it: it is not asked about the later ones."""
     accessed = NO_KEYS
     """Keys in the order of their first access: what the end of the request tells the policy."""
     inserted = NO_KEYS
@@ -47,11 +50,7 @@ class RequestState:
     stuck_key: OffloadKey | None = None
     """The block that deferred the request last."""
 
-    def __init__(self, loads: list[CPULoadStoreSpec] = NO_LOADS) -> None:
-        if loads:
-            self.loads = loads
-
-    def note_reused(self, keys: dict[OffloadKey, None]) -> None:
+    def note_reused(self, keys: dict[OffloadKey, Any]) -> None:
         """The request has used blocks that were there. Takes over `keys`."""
         if not self.accessed:
             self.accessed = keys
@@ -60,7 +59,7 @@ class RequestState:
             self.accessed = dict(self.inserted)
         self.accessed.update(keys)
 
-    def note_inserted(self, keys: dict[OffloadKey, None]) -> None:
+    def note_inserted(self, keys: dict[OffloadKey, Any]) -> None:
         """The request stores these blocks. Takes over `keys`."""
         if not self.accessed:
             # one dictionary for both, since nearly every request that misses stores all that it accesses
@@ -100,7 +99,7 @@ class RequestState:
             named -= ending
         self.loads = [spec for spec in self.loads if len(spec.ended) < len(spec.keys)]
 
-    def may_wait(self, now_s: float, deadline_s: float, counters: Counter[str]) -> bool:
+    def may_wait(self, now_s: float, deadline_s: float, counters: defaultdict[str, int]) -> bool:
         """Starts the request's deadline if it does not run yet; False once it has passed. Counts either, once."""
         if self.expired:
             return False
@@ -118,7 +117,7 @@ class RequestState:
             counters["deferred_requests"] += 1
         return may_wait
 
-    def is_patient(self, now_s: float, counters: Counter[str]) -> bool:
+    def is_patient(self, now_s: float, counters: defaultdict[str, int]) -> bool:
         """False, for good, once waiting for blocks in flight has cost what computing them would have. Counts it."""
         if now_s < self.patient_until_s or self.patient_until_s == math.inf:
             return True

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Container, Iterable, Sequence
+from itertools import compress, count, islice, takewhile
+from operator import or_
 
 from kvtier.errors import ConfigurationError
 from kvtier.keys import OffloadKey
@@ -62,16 +64,15 @@ class WaitingCost:
             self._seen_s = -math.inf
 
     def observe(self, now_s: float, num_stored: int, is_storing: bool) -> None:
-        """Once whenever time is told, before what has completed by then is reported. O(1).
+        """Whenever time is told, before what has completed by then is reported; again at the same time at will. O(1).
 
         `num_stored` is how many blocks were ever stored; `is_storing` whether some are in flight, and so have been
         (nearly) since the call before.
         """
-        if self._seen_s == -math.inf:
-            self._num_seen = num_stored
-        elif is_storing:
-            self._stores.note(num_stored - self._num_seen, now_s - self._seen_s)
-            self._num_seen = num_stored
+        num_new = num_stored - self._num_seen
+        if self._seen_s > -math.inf and (is_storing or num_new):
+            self._stores.note(num_new, now_s - self._seen_s if is_storing else 0.0)
+        self._num_seen = num_stored
         self._seen_s = now_s
 
     def patience_s(
@@ -82,35 +83,25 @@ class WaitingCost:
         0: longer than is to be expected, so it is not worth waiting at all. inf: nobody knows. `keys` are what the
         request would use, shallowest first; `in_flight` is in the order in which the stores began, and complete.
         Counted as saved is the run of ready and arriving blocks from the first arriving one on: it is all lost to a
-        request that does not wait. O(keys + in flight).
+        request that does not wait. O(keys + in flight), at C speed.
         """
         blocks_per_s = self._stores.per_s
         if self.recompute_blocks_per_s is None or blocks_per_s is None:
             return math.inf
-        pending: set[OffloadKey] = set()
-        num_saved = 0
-        for key in keys:
-            if key in in_flight:
-                pending.add(key)
-            elif key not in ready:
-                break
-            num_saved += bool(pending)
+        arriving = list(map(in_flight.__contains__, keys))
+        present = list(takewhile(bool, map(or_, arriving, map(ready.__contains__, keys))))
+        pending = set(compress(keys, arriving[: len(present)]))
         if not pending:
             return math.inf
-        saved_s = num_saved / self.recompute_blocks_per_s
+        saved_s = (len(present) - arriving.index(True)) / self.recompute_blocks_per_s
         expected_s = _num_until_all(pending, in_flight) / blocks_per_s
         return saved_s if expected_s <= saved_s else 0.0
 
 
 def _num_until_all(pending: set[OffloadKey], in_flight: Iterable[OffloadKey]) -> int:
-    """How many of `in_flight` come before the last of `pending`, that one included."""
-    missing = len(pending)
-    position = 0
-    for position, key in enumerate(in_flight, start=1):
-        missing -= key in pending
-        if not missing:
-            break
-    return position
+    """How many of `in_flight` come before the last of `pending`, which are all among them; that one included."""
+    positions = compress(count(1), map(pending.__contains__, in_flight))
+    return next(islice(positions, len(pending) - 1, None))
 
 
 class PrefillRate:

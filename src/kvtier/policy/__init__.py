@@ -2,10 +2,13 @@
 
 from kvtier.errors import ConfigurationError
 from kvtier.interfaces import CachePolicy
+from kvtier.policy.adaptive import AdaptiveCachePolicy
 from kvtier.policy.arc import ARCCachePolicy
 from kvtier.policy.lru import LRUCachePolicy
 
-POLICIES: dict[str, type[CachePolicy]] = {policy.name: policy for policy in (ARCCachePolicy, LRUCachePolicy)}
+POLICIES: dict[str, type[CachePolicy]] = {
+    policy.name: policy for policy in (AdaptiveCachePolicy, ARCCachePolicy, LRUCachePolicy)
+}
 
 
 def make_policy(name: str, cache_capacity: int) -> CachePolicy:
@@ -19,4 +22,4 @@ def make_policy(name: str, cache_capacity: int) -> CachePolicy:
     return policy(cache_capacity)
 
 
-__all__ = ["POLICIES", "ARCCachePolicy", "LRUCachePolicy", "make_policy"]
+__all__ = ["POLICIES", "ARCCachePolicy", "AdaptiveCachePolicy", "LRUCachePolicy", "make_policy"]

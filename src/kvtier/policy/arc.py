@@ -9,11 +9,11 @@ bounded by the capacity alone, so that a batch as large as the cache still leave
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain, filterfalse
+from itertools import chain, repeat, starmap, takewhile
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
-from kvtier.policy.recency import RecencyQueue, append, consume, discard, least_recent
+from kvtier.policy.recency import RecencyQueue, append, consume, discard, least_recent, pop_first, put_back
 
 
 class ARCCachePolicy(CachePolicy):
@@ -39,9 +39,13 @@ class ARCCachePolicy(CachePolicy):
             append(t1, keys)
             return
         for key in keys:
-            if key in b1 or key in b2:
-                self._learn_from_ghost(key)
-                del (b1 if key in b1 else b2)[key]
+            if key in b1:
+                self._raise_target()
+                del b1[key]
+                t2[key] = None
+            elif key in b2:
+                self._lower_target()
+                del b2[key]
                 t2[key] = None
             else:
                 t1[key] = None
@@ -50,24 +54,23 @@ class ARCCachePolicy(CachePolicy):
         keys = list(keys)
         self.settle(keys, first_use)
         for key in keys:
-            for ghosts in (self.b1, self.b2):
-                if key in ghosts and key not in first_use:
-                    self._learn_from_ghost(key)
-                    ghosts.move_to_end(key)
+            if key in self.b1 and key not in first_use:
+                self._raise_target()
+                self.b1.move_to_end(key)
+            elif key in self.b2 and key not in first_use:
+                self._lower_target()
+                self.b2.move_to_end(key)
 
     def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
-        keys = list(keys)
-        own = list(filter(first_use.__contains__, keys))
-        try:
-            consume(map(self.t1.move_to_end, own))
-        except KeyError:  # some have left, or are in T2, where they and the others are in one order
-            self._settle_each(keys, first_use)
-            return
-        if len(own) < len(keys):
-            self._settle_each(filterfalse(first_use.__contains__, keys) if own else keys, ())
-
-    def _settle_each(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
         t1, t2 = self.t1, self.t2
+        keys = list(keys)
+        # what the request inserted is nearly always its deepest blocks, and in T1
+        own = list(takewhile(first_use.__contains__, keys))
+        try:
+            consume(map(t1.move_to_end, own))
+            del keys[: len(own)]
+        except KeyError:  # some have left, or are in T2, where they and the others are in one order
+            pass
         for key in keys:
             if key in t2:
                 t2.move_to_end(key)
@@ -81,19 +84,43 @@ class ARCCachePolicy(CachePolicy):
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
         # REPLACE of the paper for a whole batch: T1 gives while it is above its target, then T2; and where one of
         # them has no evictable key left, the other gives the rest.
-        t1, t2 = self.t1, self.t2
-        from_t1 = least_recent(t1, min(count, len(t1) - int(self.target_t1_size)), protected)
-        from_t2 = least_recent(t2, count - len(from_t1), protected)
+        num_t1 = max(0, min(count, len(self.t1) - int(self.target_t1_size)))
+        from_t1 = pop_first(self.t1, num_t1, protected)
+        if from_t1 is None:
+            return self._evict_around(count, num_t1, protected)
+        if num_t1 < count:
+            from_t2 = pop_first(self.t2, count - num_t1, protected)
+            if from_t2 is None:
+                put_back(self.t1, from_t1)
+                return self._evict_around(count, num_t1, protected)
+            self._remember(self.b2, from_t2)
+            if not from_t1:
+                return from_t2
+        else:
+            from_t2 = []
+        self._remember(self.b1, from_t1)
+        return from_t1 + from_t2
+
+    def _evict_around(
+        self, count: int, num_t1: int, protected: Sequence[Container[OffloadKey]]
+    ) -> list[OffloadKey] | None:
+        """As `evict`, where the first keys will not do."""
+        from_t1 = least_recent(self.t1, num_t1, protected)
+        from_t2 = least_recent(self.t2, count - len(from_t1), protected)
         if len(from_t1) + len(from_t2) < count:
-            from_t1 = least_recent(t1, count - len(from_t2), protected)
+            from_t1 = least_recent(self.t1, count - len(from_t2), protected)
             if len(from_t1) + len(from_t2) < count:
                 return None
-        for queue, ghosts, victims in ((t1, self.b1, from_t1), (t2, self.b2, from_t2)):
-            if victims:
-                consume(map(queue.pop, victims))
-                append(ghosts, victims)
-                consume(map(ghosts.pop, least_recent(ghosts, len(ghosts) - self.cache_capacity)))
+        consume(map(self.t1.pop, from_t1))
+        consume(map(self.t2.pop, from_t2))
+        self._remember(self.b1, from_t1)
+        self._remember(self.b2, from_t2)
         return from_t1 + from_t2
+
+    def _remember(self, ghosts: RecencyQueue, victims: Sequence[OffloadKey]) -> None:
+        append(ghosts, victims)
+        if len(ghosts) > self.cache_capacity:
+            consume(starmap(ghosts.popitem, repeat((False,), len(ghosts) - self.cache_capacity)))
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         keys = list(keys)
@@ -114,9 +141,12 @@ class ARCCachePolicy(CachePolicy):
     def __iter__(self) -> Iterator[OffloadKey]:
         return chain(self.t1, self.t2)
 
-    def _learn_from_ghost(self, key: OffloadKey) -> None:
-        num_b1, num_b2 = len(self.b1), len(self.b2)
-        if key in self.b1:
-            self.target_t1_size = min(self.target_t1_size + max(1.0, num_b2 / num_b1), float(self.cache_capacity))
-        else:
-            self.target_t1_size = max(self.target_t1_size - max(1.0, num_b1 / num_b2), 0.0)
+    def _raise_target(self) -> None:
+        """A ghost of B1, which still counts, has returned."""
+        step = max(1.0, len(self.b2) / len(self.b1))
+        self.target_t1_size = min(self.target_t1_size + step, float(self.cache_capacity))
+
+    def _lower_target(self) -> None:
+        """A ghost of B2, which still counts, has returned."""
+        step = max(1.0, len(self.b1) / len(self.b2))
+        self.target_t1_size = max(self.target_t1_size - step, 0.0)

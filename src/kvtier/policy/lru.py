@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
-from kvtier.policy.recency import RecencyQueue, append, consume, discard, least_recent
+from kvtier.policy.recency import RecencyQueue, append, consume, discard, least_recent, pop_first
 
 
 class LRUCachePolicy(CachePolicy):
@@ -22,6 +22,9 @@ class LRUCachePolicy(CachePolicy):
         append(self._queue, keys)
 
     def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
+        self.settle(keys, first_use)
+
+    def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
         queue = self._queue
         keys = list(keys)
         try:
@@ -29,10 +32,10 @@ class LRUCachePolicy(CachePolicy):
         except KeyError:  # some have left: once more, without them
             consume(map(queue.move_to_end, filter(queue.__contains__, keys)))
 
-    def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
-        self.touch(keys)
-
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
+        victims = pop_first(self._queue, count, protected)
+        if victims is not None:
+            return victims
         victims = least_recent(self._queue, count, protected)
         if len(victims) < count:
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import filterfalse, islice
+from itertools import filterfalse, islice, repeat, starmap
 from typing import Any
 
 from kvtier.keys import OffloadKey
@@ -30,6 +30,30 @@ def append(queue: RecencyQueue, keys: Iterable[OffloadKey]) -> None:
 def discard(queue: RecencyQueue, keys: Iterable[OffloadKey]) -> None:
     """Removes those of `keys` that are in the queue."""
     consume(map(queue.pop, filter(queue.__contains__, keys)))
+
+
+def pop_first(
+    queue: RecencyQueue, count: int, protected: Sequence[Container[OffloadKey]] = ()
+) -> list[OffloadKey] | None:
+    """Removes and returns the first `count` keys; None, and nothing changed, if one is protected or there are fewer.
+
+    At half the price of `least_recent` and removing its answer, and nearly always enough.
+    """
+    if count > len(queue):
+        return None
+    keys = [key for key, _ in starmap(queue.popitem, repeat((False,), count))]
+    for container in protected:
+        if any(map(container.__contains__, keys)):
+            put_back(queue, keys)
+            return None
+    return keys
+
+
+def put_back(queue: RecencyQueue, keys: Sequence[OffloadKey]) -> None:
+    """Undoes `pop_first`."""
+    for key in reversed(keys):
+        queue[key] = None
+        queue.move_to_end(key, last=False)
 
 
 def least_recent(queue: RecencyQueue, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey]:

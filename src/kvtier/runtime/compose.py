@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.manager import CPUOffloadingManager
+from kvtier.manager import CircuitBreaker, CPUOffloadingManager
 from kvtier.runtime.config import Config
 
 
@@ -16,4 +16,12 @@ def build_manager(config: Config, num_slots: int, enable_events: bool = False) -
         max_tracker_size=config.max_tracker_size,
         deadline_s=config.deadline_s,
         store_timeout_s=config.store_timeout_s,
+        breaker=build_breaker(config),
     )
+
+
+def build_breaker(config: Config) -> CircuitBreaker | None:
+    """A breaker for one tier; None where the user wants none."""
+    if not config.breaker_failures:
+        return None
+    return CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s)

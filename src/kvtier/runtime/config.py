@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from kvtier.errors import ConfigurationError
+from kvtier.manager.breaker import DEFAULT_COOLDOWN_S, DEFAULT_FAILURES, DEFAULT_MAX_COOLDOWN_S
 from kvtier.policy import POLICIES
 
 DEFAULT_POLICY = "arc"
@@ -49,10 +50,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request waits at most this long for the cache; 0: it never does."""
     store_timeout_s: float = 30.0
     """A store that takes longer is given up."""
+    prefill_tokens_per_s: float | None = None
+    """Prompt tokens that the engine computes a second; None: to be measured; 0: not to be compared with waiting."""
+    breaker_failures: int = DEFAULT_FAILURES
+    """Failed transfers in a row after which a tier is left alone for a while; 0: never."""
+    breaker_cooldown_s: float = DEFAULT_COOLDOWN_S
+    """How long, the first time; twice as long whenever the tier then fails again, up to a limit."""
     pool_dir: str | None = None
     """Folder of the filesystem to take the RAM from, for example one mounted with huge pages."""
     copy_threads: int = 2
     """Threads of one rank that copy."""
+    record_trace: str | None = None
+    """A file for the engine's traffic as a trace with salted ids: see `kvtier.runtime.recorder`."""
     debug: bool = False
     """Recount the books whenever no transfer is open."""
 
@@ -84,16 +93,17 @@ def _whole(minimum: int) -> Callable[[Any, str], int]:
     return check
 
 
-def _seconds(zero_allowed: bool) -> Callable[[Any, str], float]:
+def _number(allowed: str, is_allowed: Callable[[float], bool]) -> Callable[[Any, str], float]:
+    """A finite number for which `is_allowed` holds; `allowed` says so in words."""
+
     def check(value: Any, key: str) -> float:
         try:
-            seconds = math.nan if isinstance(value, bool) else float(value)
+            number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
-            seconds = math.nan
-        if not 0 <= seconds < math.inf or (seconds == 0 and not zero_allowed):
-            allowed = "0 (never wait) or more seconds" if zero_allowed else "more than 0 seconds"
+            number = math.nan
+        if not (math.isfinite(number) and is_allowed(number)):
             raise ConfigurationError(f"{key} is {value!r}; allowed: {allowed}")
-        return seconds
+        return number
 
     return check
 
@@ -126,10 +136,23 @@ _KEYS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "blocks_per_chunk": ("blocks_per_chunk", _whole(1)),
     "block_size": ("block_size", _whole(1)),
     "offload_prompt_only": ("offload_prompt_only", _flag),
-    "deadline_s": ("deadline_s", _seconds(zero_allowed=True)),
-    "store_timeout_s": ("store_timeout_s", _seconds(zero_allowed=False)),
+    "deadline_s": ("deadline_s", _number("0 (never wait) or more seconds", lambda number: number >= 0)),
+    "store_timeout_s": ("store_timeout_s", _number("more than 0 seconds", lambda number: number > 0)),
+    "prefill_tokens_per_s": (
+        "prefill_tokens_per_s",
+        _number("0 (never compare) or more tokens a second", lambda number: number >= 0),
+    ),
+    "breaker_failures": ("breaker_failures", _whole(0)),
+    "breaker_cooldown_s": (
+        "breaker_cooldown_s",
+        _number(
+            f"more than 0 and at most {DEFAULT_MAX_COOLDOWN_S:g} seconds",
+            lambda number: 0 < number <= DEFAULT_MAX_COOLDOWN_S,
+        ),
+    ),
     "pool_dir": ("pool_dir", _text),
     "copy_threads": ("copy_threads", _whole(1)),
+    "record_trace": ("record_trace", _text),
     "debug": ("debug", _flag),
 }
 _EXCLUSIVE = (("ram", "cpu_bytes_to_use"), ("policy", "eviction_policy"), ("blocks_per_chunk", "block_size"))

@@ -1,13 +1,30 @@
-"""For those who write managers, policies and tiers of their own: a reference model to compare with."""
+"""For those who write managers, policies, tiers and workers of their own: a reference model, and injected faults.
 
+`kvtier.testing.driver_machine` has a Hypothesis state machine over the request-level driver (it needs `hypothesis`);
+`CheckedDriver` is what it drives, for use by hand or from a simulation.
+"""
+
+from kvtier.testing.checked_driver import CheckedDriver
+from kvtier.testing.faulty_worker import FaultyWorker, WorkerFaults
 from kvtier.testing.model import ReferenceManager
 from kvtier.testing.model_policies import ReferenceARC, ReferenceLRU
 from kvtier.testing.observe import eviction_order, make_keys, snapshot, store_ready
+from kvtier.testing.promises import Promises
+from kvtier.testing.simulated_disk import SimulatedFileSystem
+from kvtier.testing.tier_driver import TierDriver
+from kvtier.testing.tier_suite import TierConformance
 
 __all__ = [
+    "CheckedDriver",
+    "FaultyWorker",
+    "Promises",
     "ReferenceARC",
     "ReferenceLRU",
     "ReferenceManager",
+    "SimulatedFileSystem",
+    "TierConformance",
+    "TierDriver",
+    "WorkerFaults",
     "eviction_order",
     "make_keys",
     "snapshot",

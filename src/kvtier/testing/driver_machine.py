@@ -15,11 +15,12 @@ import sys
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.interfaces import OffloadingManager
+from kvtier.interfaces import CachePolicy, OffloadingManager
 from kvtier.keys import OffloadKey
-from kvtier.manager import CPUOffloadingManager, FilterReusedOffloadingManager
+from kvtier.manager import CircuitBreaker, CPUOffloadingManager, FilterReusedOffloadingManager
+from kvtier.policy import POLICIES
 from kvtier.testing.checked_driver import CheckedDriver
 from kvtier.testing.ledger import Job, Request
 from kvtier.testing.observe import make_keys
@@ -34,12 +35,15 @@ _NUM_REQUESTS = 4
 _requests = st.integers(0, _NUM_REQUESTS - 1)
 _blocks = st.integers(0, 6)
 _jobs = st.integers(0, 5)
+# Hypothesis likes the ends of a range, and what empties the tier must be rare for something to be in it
 _rarely = st.integers(0, 5).map(lambda number: number == 3)
+_mostly = st.integers(0, 3).map(lambda number: number != 2)
 
 
 class DriverMachine(RuleBasedStateMachine):
     """Overridden by class attributes and `make_manager`. Every step ends with `CheckedDriver.check`."""
 
+    prompts = PROMPTS
     capacity_blocks = 6
     num_ranks = 2
     policy_name = "lru"
@@ -48,10 +52,15 @@ class DriverMachine(RuleBasedStateMachine):
     """The reuse filter is a manager around the manager."""
     deadline_s = 5.0
     store_timeout_s = 32.0
+    has_breaker = False
+    knows_rate = False
+    """The engine's speed is told to the manager, which may then find waiting not worth it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.world = CheckedDriver(self.make_manager(), self.capacity_blocks, self.promises(), self.num_ranks)
+        if self.knows_rate:
+            self.world.manager.tell_recompute_rate(50.0)
 
     def make_manager(self) -> OffloadingManager:
         """The manager under test, new, with `capacity_blocks` slots and the limits of `promises`."""
@@ -62,14 +71,29 @@ class DriverMachine(RuleBasedStateMachine):
             store_threshold=0 if self.filter_around else self.store_threshold,
             deadline_s=self.deadline_s,
             store_timeout_s=self.store_timeout_s,
+            breaker=CircuitBreaker(failures=2, cooldown_s=1.0, max_cooldown_s=4.0) if self.has_breaker else None,
         )
         return FilterReusedOffloadingManager(manager, self.store_threshold) if self.filter_around else manager
 
     def promises(self) -> Promises:
         """What that manager is to be held to."""
-        return Promises(self.deadline_s, self.store_timeout_s, self.store_threshold)
+        policy = POLICIES[self.policy_name]
+        return Promises(
+            self.deadline_s,
+            self.store_timeout_s,
+            self.store_threshold,
+            declines_stores=policy.evict_for is not CachePolicy.evict_for,
+            declines_waits=self.knows_rate,
+        )
 
     # -- requests --------------------------------------------------------------------------------------------
+
+    @initialize(filled=st.booleans(), prompt=st.integers(0, len(PROMPTS) - 1))
+    def begin_with_a_prompt(self, filled: bool, prompt: int) -> None:
+        """Half of the runs begin with something in the tier."""
+        if filled:
+            self.whole_request(0, prompt, True)
+            self.whole_request(1, prompt, True)
 
     @rule(request=_requests, prompt=st.integers(0, len(PROMPTS) - 1), cancels=st.booleans())
     def new_request(self, request: int, prompt: int, cancels: bool) -> None:
@@ -77,7 +101,7 @@ class DriverMachine(RuleBasedStateMachine):
         name = f"request-{request}"
         if name in self.world.requests:
             self.world.finish(self.world.requests[name], cancels)
-        self.world.add_request(name, PROMPTS[prompt])
+        self.world.add_request(name, self.prompts[prompt % len(self.prompts)])
 
     @precondition(lambda self: self.world.requests)
     @rule(request=_requests, engine_blocks=st.integers(0, 2), wanted=_blocks)
@@ -105,18 +129,22 @@ class DriverMachine(RuleBasedStateMachine):
             self.world.extend_request(chosen, _GENERATED[num_generated : num_generated + blocks])
 
     @precondition(lambda self: self.world.requests)
-    @rule(request=_requests)
-    def preempt(self, request: int) -> None:
+    @rule(request=_requests, resumes=st.booleans())
+    def preempt(self, request: int, resumes: bool) -> None:
+        """The engine needs the request's blocks, and may compute it again soon."""
         chosen = self._request(request)
         if self.world.may_preempt(chosen):
+            num_computed = chosen.num_computed
             self.world.preempt(chosen)
+            if resumes:
+                self.world.store(chosen, num_computed)
 
     @precondition(lambda self: self.world.requests)
     @rule(request=_requests, cancels=st.booleans())
     def finish(self, request: int, cancels: bool) -> None:
         self.world.finish(self._request(request), cancels)
 
-    @rule(request=_requests, prompt=st.integers(0, len(PROMPTS) - 1), completes=st.booleans())
+    @rule(request=_requests, prompt=st.integers(0, len(PROMPTS) - 1), completes=_mostly)
     def whole_request(self, request: int, prompt: int, completes: bool) -> None:
         """The common case, so that the machine often has something to work with."""
         self.new_request(request, prompt, False)
@@ -129,13 +157,13 @@ class DriverMachine(RuleBasedStateMachine):
     # -- workers ---------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.jobs)
-    @rule(job=_jobs, succeeds=st.booleans())
+    @rule(job=_jobs, succeeds=_mostly)
     def run_job(self, job: int, succeeds: bool) -> None:
         """Every rank, whichever job: completions come in any order."""
         self.world.run(self._job(job), succeeds)
 
     @precondition(lambda self: self.world.jobs)
-    @rule(job=_jobs, rank=st.integers(0, 1), succeeds=st.booleans())
+    @rule(job=_jobs, rank=st.integers(0, 1), succeeds=_mostly)
     def run_rank(self, job: int, rank: int, succeeds: bool) -> None:
         """One rank: with another one's other outcome this is a partial failure."""
         self.world.run_rank(self._job(job), rank % self.num_ranks, succeeds)
@@ -184,6 +212,12 @@ class DriverMachine(RuleBasedStateMachine):
     def advance(self, seconds: float) -> None:
         self.world.advance(seconds)
 
+    @precondition(lambda self: self.knows_rate)
+    @rule(rate=st.sampled_from([None, 0.5, 5.0, 50.0]))
+    def tell_rate(self, rate: float | None) -> None:
+        """How many blocks a second the engine computes was measured anew."""
+        self.world.manager.tell_recompute_rate(rate)
+
     @rule(really=_rarely)
     def reset(self, really: bool) -> None:
         if really:
@@ -194,7 +228,22 @@ class DriverMachine(RuleBasedStateMachine):
         if really:
             self.world.workers_die(loses_memory)
 
-    @rule(really=_rarely, succeeds=st.booleans())
+    @precondition(lambda self: self.world.jobs)
+    @rule(really=_rarely, prompt=st.integers(0, len(PROMPTS) - 1))
+    def reports_after_revival(self, really: bool, prompt: int) -> None:
+        """Others write the slots of dead writers, are reset in turn, and only then the dead ones' reports come."""
+        if not really:
+            return
+        dead = self.world.jobs
+        self.world.reset()
+        self.world.workers_die(loses_memory=False)
+        self.whole_request(0, prompt, False)
+        self.world.reset()
+        for job in dead:
+            self.world.run(job)
+            self.world.check()
+
+    @rule(really=_rarely, succeeds=_mostly)
     def everything_ends(self, really: bool, succeeds: bool) -> None:
         if really:
             self.world.end_everything(succeeds)

@@ -25,9 +25,12 @@ class Request:
     """Leading blocks that were offered for storing, or loaded, since they were last computed."""
     cut: bool = False
     """A store of it did not fit: the rest of it is not stored."""
+    may_be_cut: bool = False
     deadline_at_s: float | None = None
     """Since it was first told to wait: until when it may be."""
     stuck_on: OffloadKey | None = None
+    declined: bool = False
+    """It was told not to wait for what is being written."""
     accessed: set[OffloadKey] = field(default_factory=set)
     """What it loaded and stored, or found stored: not to be evicted for its own stores."""
     offered: set[OffloadKey] = field(default_factory=set)

@@ -22,3 +22,10 @@ class Promises:
     """Loads say by when they must have begun."""
     events: bool = True
     """Every change of what can be loaded is told by `take_events`."""
+    fences_resets: bool = True
+    """Slots that a transfer uses at a reset are not handed out before it ends. Otherwise the engine must wait for
+    every transfer at a reset, and does."""
+    declines_stores: bool = False
+    """What would need room may be declined, from some block of the store on."""
+    declines_waits: bool = False
+    """A request may be told that something is absent where it could wait for it: then for good."""

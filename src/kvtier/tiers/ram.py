@@ -13,6 +13,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import stat
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ __all__ = ["PoolHandle", "RamPool", "check_pool_size"]
 
 _MADV_POPULATE_WRITE = 23
 _MFD_NOEXEC_SEAL = 0x8
+_NAME_PREFIX = "kvtier-pool-"
+"""Of files that have a name for an instant, where the filesystem has no unnamed ones."""
 _POPULATE_STEP_BYTES = 1 << 30
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -251,9 +254,26 @@ def _open_unnamed(pool_dir: str) -> int:
     except OSError as exc:
         if exc.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
             raise
-    fd, path = tempfile.mkstemp(prefix="kvtier-pool-", dir=pool_dir)
-    os.unlink(path)
+    _remove_left_over(pool_dir)
+    fd, path = tempfile.mkstemp(prefix=_NAME_PREFIX, dir=pool_dir)
+    with contextlib.suppress(FileNotFoundError):  # another process may have taken the name for left over: as well
+        os.unlink(path)
     return fd
+
+
+def _remove_left_over(pool_dir: str) -> None:
+    """Unlinks what processes that were killed between naming a file and unlinking it have left in `pool_dir`.
+
+    Such a file is empty, and whoever has it open wants its name gone: it does no harm to be early.
+    """
+    with contextlib.suppress(OSError), os.scandir(pool_dir) as entries:
+        for entry in entries:
+            if not entry.name.startswith(_NAME_PREFIX):
+                continue
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and status.st_size == 0 and status.st_uid == os.geteuid():
+                    os.unlink(entry.path)
 
 
 def _advise(address: int, size_bytes: int, advice: int) -> bool:

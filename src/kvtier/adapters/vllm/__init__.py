@@ -8,6 +8,10 @@ from kvtier.adapters.vllm.version import check_vllm_version
 
 check_vllm_version()
 
+from kvtier.adapters.vllm.logs import join_vllm_log  # noqa: E402
+
+join_vllm_log()
+
 from kvtier.adapters.vllm.connector import KVTierConnector  # noqa: E402
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec  # noqa: E402
 

@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.cpu.host_register import host_unregister
 from kvtier.adapters.vllm.worker import PooledWorker, describe_caches
 from kvtier.interfaces import CPULoadStoreSpec
 from kvtier.tiers.ram import RamPool
+from kvtier.transfers.jobs import REASON_DEADLINE
 
 
 class PoolRegion:
@@ -69,27 +70,49 @@ class AcceleratorWorker(PooledWorker):
         self._rank = parallel.rank
         self._stripe_bytes = describe_caches(kv_caches, blocks_per_chunk, parallel.world_size)[0].stripe_bytes
         self._copies: OffloadingWorker | None = None
-        self._never_begun: list[int] = []
+        self._never_begun: list[tuple[int, bool, str]] = []
+        """(job, whether it is a store, why it was not begun)."""
+        self._stores: set[int] = set()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, CPULoadStoreSpec)
-        if self._copies is None:
-            self._never_begun.append(job_id)
+        copies = self._copies_for(job_id, dst_spec, is_store=True)
+        if copies is None:
             return True
-        return bool(self._copies.submit_store(job_id, src_spec, VLLMCPULoadStoreSpec(list(dst_spec.slots))))
+        self._stores.add(job_id)
+        return bool(copies.submit_store(job_id, src_spec, VLLMCPULoadStoreSpec(list(dst_spec.slots))))
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         assert isinstance(src_spec, CPULoadStoreSpec)
-        late = src_spec.begin_by_s is not None and time.monotonic() > src_spec.begin_by_s
-        if self._copies is None or late or min(src_spec.slots, default=0) < 0:
-            self._never_begun.append(job_id)
+        copies = self._copies_for(job_id, src_spec, is_store=False)
+        if copies is None:
             return True
-        return bool(self._copies.submit_load(job_id, VLLMCPULoadStoreSpec(list(src_spec.slots)), dst_spec))
+        return bool(copies.submit_load(job_id, VLLMCPULoadStoreSpec(list(src_spec.slots)), dst_spec))
+
+    def _copies_for(self, job_id: int, pool: CPULoadStoreSpec, is_store: bool) -> OffloadingWorker | None:
+        """Who does the job. None: it has failed, for want of a pool, too late, or with slots that no pool has."""
+        reason = ""
+        if self._copies is None:
+            reason = "no pool is attached"
+        elif pool.begin_by_s is not None and time.monotonic() > pool.begin_by_s:
+            reason = REASON_DEADLINE
+        elif min(pool.slots, default=0) < 0:
+            reason = "the blocks are not in the pool"
+        if reason:
+            self._never_begun.append((job_id, is_store, reason))
+            return None
+        return self._copies
 
     def get_finished(self) -> list[TransferResult]:
-        results: list[TransferResult] = list(self._copies.get_finished()) if self._copies else []
-        for job_id in self._never_begun:
-            self._failed.add(job_id)
+        results: list[TransferResult] = []
+        for result in self._copies.get_finished() if self._copies else ():
+            is_store = result.job_id in self._stores
+            self._stores.discard(result.job_id)
+            self._note_outcome(result.job_id, is_store, result.success, "the device's copy failed")
+            # vLLM's connector asserts success
+            results.append(result if result.success else TransferResult(result.job_id, True))
+        for job_id, is_store, reason in self._never_begun:
+            self._note_outcome(job_id, is_store, False, reason)
             results.append(TransferResult(job_id, True))
         self._never_begun.clear()
         return results

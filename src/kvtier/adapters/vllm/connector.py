@@ -25,6 +25,7 @@ from vllm.v1.request import Request
 
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metadata import KVTierConnectorMetadata, KVTierWorkerMetadata
+from kvtier.adapters.vllm.recording import Recording
 from kvtier.adapters.vllm.spec import ONE_PROCESS_KEY, KVTierOffloadingSpec
 from kvtier.adapters.vllm.worker import PooledWorker
 from kvtier.errors import ConfigurationError
@@ -35,7 +36,7 @@ from kvtier.runtime import parse_config
 
 logger = init_logger(__name__)
 
-IDLE_STEP_S = 0.005
+IDLE_STEP_S = 0.01
 """How long a step that computes nothing may wait for a transfer to end: so long may a new request be held up by it."""
 
 
@@ -67,8 +68,24 @@ class KVTierConnector(OffloadingConnector):
         self._jobs: JobTable | None = None
         self._behind: dict[str, OffloadKey] = {}
         """Request -> the key that another request is loading and that it waits for."""
+        self._worth_group: int | None = None
+        """The KV group whose blocks tell what waiting is worth."""
+        self._recording: Recording | None = None
         if role == KVConnectorRole.SCHEDULER:
+            if settings.record_trace is not None:
+                group = self.scheduler.config.kv_group_configs[0]
+                tokens_per_hash = group.tokens_per_chunk // group.hashes_per_chunk
+                self._recording = Recording(settings.record_trace, tokens_per_hash)
             self._jobs = JobTable(self._manager.core, self._num_ranks)
+            self._compare_waiting(settings.prefill_tokens_per_s)
+
+    def _compare_waiting(self, prefill_tokens_per_s: float | None) -> None:
+        """Lets the manager compare waiting with recomputing, where blocks of one group say what a prefix is worth."""
+        groups = self.scheduler._full_attention_groups
+        self._worth_group = groups[0] if groups else None
+        if groups and prefill_tokens_per_s != 0:
+            tokens_per_chunk = self.scheduler.config.kv_group_configs[groups[0]].tokens_per_chunk
+            self._manager.compare_waiting(tokens_per_chunk, prefill_tokens_per_s)
 
     @property
     def _manager(self) -> VLLMManager:
@@ -99,7 +116,26 @@ class KVTierConnector(OffloadingConnector):
 
     def on_new_request(self, request: Request) -> None:
         self._manager.advance()
+        if self._recording is not None:
+            self._recording.arrived(request)
         super().on_new_request(request)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._recording is not None:
+            self._recording.finished(request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._recording is not None:
+            self._recording.finished(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def shutdown(self) -> None:
+        if self._recording is not None:
+            self._recording.close()
+        super().shutdown()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, but a request that waits costs O(1) a step, and waits no longer than its deadline."""
@@ -112,6 +148,9 @@ class KVTierConnector(OffloadingConnector):
         if manager.core.still_waiting(context) or self._waits_for_load(request, context):
             return None, False
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if num_tokens is None and not self._is_worth_waiting(state, num_computed_tokens, context):
+            # what is in flight is absent for this request from now on
+            num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if num_tokens is not None:
             self._behind.pop(request.request_id, None)
             return num_tokens, is_async
@@ -121,6 +160,15 @@ class KVTierConnector(OffloadingConnector):
         if not manager.core.still_waiting(context):
             self._note_load_in_front(request, state)
         return None, False
+
+    def _is_worth_waiting(self, state: RequestOffloadState, num_computed_tokens: int, context: ReqContext) -> bool:
+        """Whether waiting for stores is expected to be quicker than computing what they would save."""
+        if self._worth_group is None:
+            return True
+        group = self.scheduler.config.kv_group_configs[self._worth_group]
+        keys = state.group_states[self._worth_group].offload_keys
+        first = num_computed_tokens // group.tokens_per_chunk
+        return self._manager.core.worth_waiting(keys[first:], context)
 
     def _waits_for_load(self, request: Request, context: ReqContext) -> bool:
         """The load that the request waited for is still going on, and its deadline has not passed. O(1)."""
@@ -156,6 +204,7 @@ class KVTierConnector(OffloadingConnector):
                 state = self.scheduler._req_status.get(job.req_id)
                 context = manager.context_of(state.req_context) if state else ReqContext(job.req_id)
                 jobs.add(job_id, context, spec, is_store)
+        manager.note_step(scheduler_output.num_scheduled_tokens)
         for req_id in scheduler_output.finished_req_ids or ():
             self._behind.pop(req_id, None)
         if self._debug and not len(jobs):
@@ -189,7 +238,11 @@ class KVTierConnector(OffloadingConnector):
         except Exception as error:
             manager.count_error("completion", error)
             return
-        if record is not None and not record.is_store and not record.failed:
+        if record is None:
+            return
+        if record.failed:
+            manager.counters["failed_jobs"] += 1
+        elif not record.is_store:
             manager.counters["loaded_blocks"] += len(record.spec.keys)
 
     def _drop_unknown_to_vllm(self, meta: OffloadingWorkerMetadata) -> None:

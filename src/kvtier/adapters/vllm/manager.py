@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.logger import init_logger
@@ -21,9 +21,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.adapters.vllm.metrics import MetricsReporter
 from kvtier.clock import Clock
-from kvtier.interfaces import CPULoadStoreSpec, ReqContext
+from kvtier.interfaces import BreakerState, CPULoadStoreSpec, ReqContext
 from kvtier.interfaces import OffloadingManager as KVTierManager
 from kvtier.keys import OffloadKey
+from kvtier.manager import CircuitBreaker, PrefillRate
 from kvtier.tiers.ram import PoolHandle, RamPool
 
 logger = init_logger(__name__)
@@ -40,16 +41,26 @@ class VLLMManager(OffloadingManager):
     """
 
     def __init__(
-        self, core: KVTierManager, pool: RamPool, has_reuse_filter: bool, clock: Clock = time.monotonic
+        self,
+        core: KVTierManager,
+        pool: RamPool,
+        has_reuse_filter: bool,
+        clock: Clock = time.monotonic,
+        breaker: CircuitBreaker | None = None,
     ) -> None:
+        """`breaker` is the one of `core`, to be told about; None: it has none."""
         self.core = core
         self.pool = pool
-        self.counters = {"errors": 0, "loaded_blocks": 0}
+        self.counters = {"errors": 0, "loaded_blocks": 0, "failed_jobs": 0, "breaker_openings": 0}
         self.given_up: set[str] = set()
         """Requests whose load could not be prepared: asking again would find the same and fail again."""
         self._clock = clock
         self._reporter = MetricsReporter(has_reuse_filter)
         self._logged_errors: set[str] = set()
+        self._breaker = breaker
+        self._breaker_state = BreakerState.CLOSED
+        self._prefill_rate: PrefillRate | None = None
+        self._tokens_per_chunk = 0
 
     @property
     def pool_handle(self) -> PoolHandle:
@@ -61,6 +72,41 @@ class VLLMManager(OffloadingManager):
     def advance(self) -> None:
         """Tells the manager the time."""
         self.core.advance(self._clock())
+        if self._breaker is not None and self._breaker.state is not self._breaker_state:
+            self._tell_of(self._breaker)
+
+    def _tell_of(self, breaker: CircuitBreaker) -> None:
+        """The breaker has changed its state: one line, however many transfers it was about."""
+        self._breaker_state = breaker.state
+        self.counters["breaker_openings"] = breaker.num_openings
+        if breaker.state is BreakerState.OPEN:
+            left_s = max(0.0, breaker.until_s - self._clock())
+            logger.warning("kvtier: transfers keep failing; the RAM tier is not used for %.1f s", left_s)
+        elif breaker.state is BreakerState.HALF_OPEN:
+            logger.info("kvtier: the RAM tier is tried again, with one transfer")
+        else:
+            logger.info("kvtier: the RAM tier is in use again")
+
+    # -- what waiting is compared with -----------------------------------------------------------------------
+
+    def compare_waiting(self, tokens_per_chunk: int, prefill_tokens_per_s: float | None) -> None:
+        """Waiting is compared with recomputing from now on, at this rate or (None) at the measured one."""
+        self._tokens_per_chunk = tokens_per_chunk
+        if prefill_tokens_per_s is None:
+            self._prefill_rate = PrefillRate()
+        else:
+            self.core.tell_recompute_rate(prefill_tokens_per_s / tokens_per_chunk)
+
+    def note_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
+        """The engine begins a step of so many tokens of each of these requests."""
+        rate = self._prefill_rate
+        if rate is None:
+            return
+        # one token of each may be generation
+        num_tokens = sum(num_scheduled_tokens.values()) - len(num_scheduled_tokens)
+        if rate.note_step(self._clock(), num_tokens, num_scheduled_tokens.keys()):
+            assert rate.tokens_per_s is not None
+            self.core.tell_recompute_rate(rate.tokens_per_s / self._tokens_per_chunk)
 
     def context_of(self, req_context: VLLMReqContext) -> ReqContext:
         """Our context of vLLM's request; made when it is first asked for."""

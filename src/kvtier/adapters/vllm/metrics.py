@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
-from kvtier.interfaces import ManagerStats
+from kvtier.interfaces import BreakerState, ManagerStats
 
 _COUNTERS: dict[str, tuple[str, str]] = {
     "stored_blocks": ("vllm:kvtier_stored_blocks", "Blocks stored."),
@@ -26,6 +26,9 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "late_completions": ("vllm:kvtier_late_completions", "Completions that came too late, or twice, and were ignored."),
     "deferred_requests": ("vllm:kvtier_deferred_requests", "Requests that were deferred at least once."),
     "expired_requests": ("vllm:kvtier_expired_requests", "Requests whose deadline passed: they recomputed."),
+    "declined_waits": ("vllm:kvtier_declined_waits", "Requests that recomputed since that was cheaper than waiting."),
+    "failed_jobs": ("vllm:kvtier_failed_jobs", "Loads and stores that failed, were cancelled or were given up."),
+    "breaker_openings": ("vllm:kvtier_breaker_openings", "Times that the RAM tier was shut off for a while."),
     "errors": ("vllm:kvtier_errors", "Errors that were turned into a miss. Each is a bug; the log has the first."),
 }
 _GAUGES: dict[str, tuple[str, str]] = {
@@ -34,7 +37,9 @@ _GAUGES: dict[str, tuple[str, str]] = {
     "in_flight_blocks": ("vllm:kvtier_in_flight_blocks", "Blocks being stored now."),
     "pinned_blocks": ("vllm:kvtier_pinned_blocks", "Blocks being loaded now."),
     "condemned_blocks": ("vllm:kvtier_condemned_blocks", "Slots without a block that a transfer still uses."),
+    "breaker_state": ("vllm:kvtier_breaker_state", "RAM tier: 0 used, 1 being tried again, 2 shut off after failures."),
 }
+_BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _STORES_SKIPPED = "filtered_blocks"
 
 
@@ -79,7 +84,7 @@ class MetricsReporter:
     def report(self, stats: ManagerStats, extra_counters: dict[str, int]) -> OffloadingConnectorStats | None:
         """What has changed since the last call, or None. `extra_counters` are the adapter's own."""
         counters = {**stats.counters, **extra_counters}
-        gauges = tuple(getattr(stats, key) for key in _GAUGES)
+        gauges = tuple(_gauge(stats, key) for key in _GAUGES)
         seen = (gauges, counters)
         if seen == self._last:
             return None
@@ -101,3 +106,8 @@ class MetricsReporter:
         report.set_gauge(CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
         report.set_gauge(CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, reading)
         return report
+
+
+def _gauge(stats: ManagerStats, key: str) -> int:
+    value = getattr(stats, key)
+    return _BREAKER_VALUES[value] if isinstance(value, BreakerState) else int(value)

@@ -54,7 +54,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             settings = self.settings
             pool = self._create_pool()
             core = build_manager(settings, self.num_slots, self.kv_events_config.enable_kv_cache_events)
-            self._manager = VLLMManager(core, pool, has_reuse_filter=settings.store_threshold > 1)
+            has_reuse_filter = settings.store_threshold > 1
+            self._manager = VLLMManager(core, pool, has_reuse_filter, breaker=core.breaker)
             logger.info("kvtier: %s; eviction policy %s", pool.describe(), settings.policy)
         return self._manager
 

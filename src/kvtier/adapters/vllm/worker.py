@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.config import OffloadingParallelConfig
 from kvtier.errors import KVTierError
 from kvtier.interfaces import CPULoadStoreSpec
 from kvtier.tiers.ram import PoolHandle, RamPool
+from kvtier.transfers.health import FailureLog
 from kvtier.transfers.jobs import GroupCopy, TransferJob
 from kvtier.transfers.layout import PageRef, SlotLayout
 from kvtier.transfers.worker import TransferWorker
@@ -37,6 +38,7 @@ class PooledWorker(OffloadingWorker):
         self._pool: RamPool | None = None
         self._attached: PoolHandle | None = None
         self._failed: set[int] = set()
+        self._logs = {is_store: FailureLog("stores" if is_store else "loads") for is_store in (False, True)}
 
     def attach(self, handle: PoolHandle | None) -> None:
         """Maps the pool, once. A pool that cannot be mapped fails every job; it does not stop the engine."""
@@ -59,6 +61,17 @@ class PooledWorker(OffloadingWorker):
 
     def _use(self, pool: RamPool) -> None:
         raise NotImplementedError
+
+    def _note_outcome(self, job_id: int, is_store: bool, success: bool, reason: str) -> None:
+        """Keeps what has failed for `take_failed`, and logs where failing begins and ends."""
+        log = self._logs[is_store]
+        if success:
+            line = log.note_success()
+        else:
+            self._failed.add(job_id)
+            line = log.note_failure(reason)
+        if line:
+            logger.warning("kvtier: %s", line)
 
     def _close_pool(self) -> None:
         if self._pool is not None:
@@ -91,13 +104,11 @@ class CPUPlatformWorker(PooledWorker):
     def get_finished(self) -> list[TransferResult]:
         results = []
         for outcome in self.transfers.poll():
+            self._note_outcome(outcome.job_id, outcome.is_store, outcome.success, outcome.reason)
             if outcome.success:
                 results.append(TransferResult(outcome.job_id, True, outcome.num_bytes, outcome.duration_s))
             else:
-                self._failed.add(outcome.job_id)
                 results.append(TransferResult(outcome.job_id, True))
-                kind = "store" if outcome.is_store else "load"
-                logger.warning("kvtier: %s job %d failed: %s", kind, outcome.job_id, outcome.reason)
         return results
 
     def wait(self, job_ids: set[int]) -> None:

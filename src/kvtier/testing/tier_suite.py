@@ -1,0 +1,451 @@
+"""`TierConformance`: the contract of a tier as tests. Whoever writes a tier subclasses it; pytest does the rest.
+
+class TestMyTier(TierConformance):
+    def make_tier(self, capacity_blocks):
+        return MyTier(capacity_blocks)
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from kvtier.errors import ManagerUsageError
+from kvtier.interfaces import Residency
+from kvtier.keys import OffloadKey
+from kvtier.testing.observe import make_keys
+from kvtier.testing.tier_driver import TierDriver
+from kvtier.tier_interfaces import REASON_RESET, Tier
+
+
+class TierConformance(ABC):
+    """Every test makes its own tiers with `make_tier`."""
+
+    durable: bool = False
+    """Whether a tier made by `make_tier` finds what the one before it, closed, has left."""
+    slot_bytes: int = 4096
+    num_slots: int = 32
+    """Slots of the RAM pool of the tests; greater than the capacities they ask for."""
+
+    @abstractmethod
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        """A tier with room for exactly so many blocks of `slot_bytes`, not attached. In one test always the same
+        medium, empty at first."""
+
+    def advance_epoch(self) -> int:
+        """A weight epoch that was never current before; from now on the one that `make_tier` goes by."""
+        self._epoch = getattr(self, "_epoch", 0) + 1
+        return self._epoch
+
+    def open(self, capacity_blocks: int = 8) -> TierDriver:
+        """A tier with room for so many blocks, attached, in the hands of a driver."""
+        driver = TierDriver(self.make_tier(capacity_blocks), self.num_slots, self.slot_bytes)
+        assert driver.tier.get_stats().capacity_blocks == capacity_blocks
+        return driver
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def test_constructor_starts_no_thread(self) -> None:
+        before = threading.active_count()
+        tier = self.make_tier(4)
+        assert threading.active_count() == before
+        assert tier.get_stats().closed_reason
+
+    def test_close_ends_every_job_and_every_thread(self) -> None:
+        before = threading.active_count()
+        driver = self.open()
+        keys = make_keys(6)
+        driver.store(keys[:3])
+        driver.submit_load(keys[:3])
+        driver.submit_store(keys[3:], slots=[10, 11, 12])
+        assert driver.tier.close()
+        driver.finish_all()
+        assert driver.tier.close()
+        assert threading.active_count() == before
+        assert driver.tier.get_stats().closed_reason
+
+    def test_disabled_serves_nothing_and_stores_nothing(self) -> None:
+        driver = self.open()
+        keys = make_keys(4)
+        driver.store(keys[:2])
+        load = driver.submit_load(keys[:2])
+        driver.tier.disable("a reason")
+        assert driver.tier.get_stats().closed_reason == "a reason"
+        assert driver.ready(keys) == []
+        assert not any(driver.finish(load).succeeded)
+        assert driver.submit_store(keys[2:]) == 0
+        assert not any(driver.load(keys[:2]).succeeded)
+        driver.tier.touch(keys)
+        driver.tier.drop(keys)
+        assert driver.tier.close()
+
+    # -- stores and loads ------------------------------------------------------------------------------------
+
+    def test_what_was_stored_comes_back_to_the_byte(self) -> None:
+        driver = self.open()
+        keys = make_keys(5)
+        stored = driver.store(keys)
+        assert stored is not None
+        assert (stored.is_store, stored.succeeded, stored.reason) == (True, (True,) * 5, "")
+        assert stored.success
+        assert stored.num_bytes == 5 * self.slot_bytes
+        assert stored.duration_s >= 0
+        driver.pool[:] = 0
+        loaded = driver.finish(driver.submit_load(keys, slots=[9, 3, 7, 5, 1]))
+        assert (loaded.is_store, loaded.succeeded, loaded.num_bytes) == (False, (True,) * 5, 5 * self.slot_bytes)
+        for key, slot in zip(keys, [9, 3, 7, 5, 1], strict=True):
+            assert driver.loaded_version(key, slot) == 0
+        assert not driver.pool[[0, 2, 4, 6, 8]].any(), "a load wrote beyond its slots"
+        assert driver.tier.close()
+
+    def test_ready_from_the_poll_of_its_outcome_on(self) -> None:
+        driver = self.open()
+        keys = make_keys(2)
+        job = driver.submit_store(keys)
+        assert driver.tier.lookup(keys) == [Residency.ABSENT] * 2
+        driver.finish(job)
+        assert driver.tier.lookup([keys[1], *make_keys(1, "x"), keys[0]]) == [
+            Residency.READY,
+            Residency.ABSENT,
+            Residency.READY,
+        ]
+        assert driver.tier.close()
+
+    def test_a_key_that_is_absent_fails_alone(self) -> None:
+        driver = self.open()
+        keys = make_keys(3)
+        driver.store([keys[0], keys[2]])
+        outcome = driver.load(keys)
+        assert outcome.succeeded == (True, False, True)
+        assert outcome.reason
+        assert outcome.num_bytes == 2 * self.slot_bytes
+        assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [0, None, 0]
+        assert driver.tier.close()
+
+    def test_one_block_at_a_time(self) -> None:
+        driver = self.open()
+        for i, key in enumerate(make_keys(40)):
+            assert driver.store([key]) is not None
+            assert driver.load([key]).success
+            if i % 3:
+                assert driver.load([key]).success
+        assert driver.tier.close()
+
+    def test_many_loads_of_one_block_at_once(self) -> None:
+        driver = self.open()
+        (key,) = make_keys(1)
+        driver.store([key])
+        jobs = [driver.submit_load([key], slots=[slot]) for slot in range(10)]
+        for slot, job in enumerate(jobs):
+            assert driver.finish(job).succeeded == (True,)
+            assert driver.loaded_version(key, slot) == 0
+        driver.tier.check_invariants()
+        assert driver.tier.close()
+
+    def test_a_block_that_is_there_is_not_stored_again(self) -> None:
+        driver = self.open()
+        keys = make_keys(3)
+        driver.store(keys[:2], version=1)
+        again = driver.store(keys, version=2)
+        assert again is not None
+        assert again.succeeded == (True, True, True)
+        assert again.num_bytes == self.slot_bytes
+        driver.load(keys)
+        assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [1, 1, 2]
+        assert driver.tier.close()
+
+    def test_a_block_that_another_job_is_storing(self) -> None:
+        driver = self.open()
+        keys = make_keys(3)
+        first = driver.submit_store(keys[:2], slots=[0, 1])
+        second = driver.submit_store(keys, slots=[2, 3, 4])
+        assert driver.finish(second).succeeded == (False, False, True)
+        assert driver.finish(first).success
+        assert driver.ready(keys) == keys
+        assert driver.tier.close()
+
+    def test_empty_jobs(self) -> None:
+        driver = self.open()
+        assert driver.submit_store([]) == 0
+        assert driver.load([]).succeeded == ()
+        assert driver.tier.lookup([]) == []
+        driver.tier.touch([])
+        driver.tier.drop([])
+        assert driver.tier.close()
+
+    # -- room ------------------------------------------------------------------------------------------------
+
+    def test_never_more_than_its_capacity(self) -> None:
+        driver = self.open(8)
+        everything = []
+        for i in range(6):
+            keys = make_keys(3, f"p{i}-")
+            driver.store(keys)
+            everything += keys
+            assert driver.tier.get_stats().ready_blocks == len(driver.ready(everything)) <= 8
+            assert driver.ready(keys) == keys
+        removed = driver.tier.take_removed()
+        assert sorted(removed) == sorted(set(everything) - set(driver.ready(everything)))
+        assert driver.tier.take_removed() == []
+        assert driver.tier.get_stats().counters["evicted_blocks"] == len(removed)
+        driver.tier.check_invariants()
+        assert driver.tier.close()
+
+    def test_takes_the_leading_keys_that_fit(self) -> None:
+        driver = self.open(4)
+        driver.store(make_keys(4, "old"))
+        keys = make_keys(7)
+        outcome = driver.store(keys)
+        assert outcome is not None
+        assert len(outcome.succeeded) == 4
+        assert outcome.success
+        assert driver.ready(keys) == keys[:4]
+        assert driver.tier.get_stats().counters["shed_blocks"] == 3
+        assert driver.tier.close()
+
+    def test_evicts_none_of_the_keys_of_the_call(self) -> None:
+        driver = self.open(4)
+        keys = make_keys(6)
+        driver.store(keys[:4])
+        outcome = driver.store([keys[0], keys[4], keys[1], keys[5]])
+        assert outcome is not None
+        assert outcome.success
+        assert driver.ready(keys) == [keys[0], keys[1], keys[4], keys[5]]
+        assert driver.tier.close()
+
+    def test_a_block_that_is_being_loaded_stays(self) -> None:
+        driver = self.open(4)
+        keys, others = make_keys(4), make_keys(8, "other")
+        driver.store(keys)
+        load = driver.submit_load(keys[:2], slots=[20, 21])
+        store = driver.submit_store(others, slots=range(8))
+        outcome = driver.finish(store)
+        assert len(outcome.succeeded) == 2
+        assert driver.finish(load).success
+        assert [driver.loaded_version(keys[i], 20 + i) for i in range(2)] == [0, 0]
+        assert driver.ready(keys) == keys[:2]
+        assert driver.tier.close()
+
+    def test_nothing_may_leave_so_nothing_is_taken(self) -> None:
+        driver = self.open(3)
+        keys = make_keys(3)
+        driver.store(keys)
+        load = driver.submit_load(keys, slots=[20, 21, 22])
+        assert driver.submit_store(make_keys(2, "other")) == 0
+        assert driver.finish(load).success
+        assert driver.store(make_keys(2, "other")) is not None
+        assert driver.tier.close()
+
+    def test_used_blocks_stay_longer(self) -> None:
+        driver = self.open(4)
+        keys = make_keys(4)
+        driver.store(keys)
+        driver.tier.touch(keys[:2])
+        driver.tier.touch(make_keys(3, "unknown"))
+        driver.store(make_keys(2, "new"))
+        assert driver.ready(keys) == keys[:2]
+        assert driver.tier.close()
+
+    # -- leaving ---------------------------------------------------------------------------------------------
+
+    def test_dropped_blocks_are_gone_at_once(self) -> None:
+        driver = self.open()
+        keys = make_keys(3)
+        driver.store(keys, version=1)
+        driver.tier.drop([keys[0], *make_keys(1, "unknown")])
+        assert driver.ready(keys) == keys[1:]
+        assert driver.tier.take_removed() == [keys[0]]
+        driver.store(keys, version=2)
+        driver.load(keys)
+        assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [2, 1, 1]
+        driver.tier.check_invariants()
+        assert driver.tier.close()
+
+    def test_dropped_under_a_load(self) -> None:
+        driver = self.open(2)
+        keys = make_keys(2)
+        driver.store(keys)
+        load = driver.submit_load(keys, slots=[20, 21])
+        driver.tier.drop(keys[:1])
+        assert driver.submit_store(make_keys(2, "other")) == 0, "the place of a block that is being read was reused"
+        assert driver.finish(load).succeeded == (False, True)
+        assert driver.store(make_keys(1, "other")) is not None
+        driver.tier.check_invariants()
+        assert driver.tier.close()
+
+    def test_cancelled_jobs_end(self) -> None:
+        driver = self.open(16)
+        keys = make_keys(16)
+        driver.store(keys[:8])
+        load = driver.submit_load(keys[:8], slots=range(20, 28))
+        store = driver.submit_store(keys[8:], slots=range(8))
+        driver.tier.cancel(load)
+        driver.tier.cancel(store)
+        driver.tier.cancel(12345)
+        loaded, stored = driver.finish(load), driver.finish(store)
+        for i, success in enumerate(loaded.succeeded):
+            assert not success or driver.loaded_version(keys[i], 20 + i) == 0
+        assert driver.ready(keys) == keys[:8] + [keys[8 + i] for i, success in enumerate(stored.succeeded) if success]
+        assert all(outcome.success or outcome.reason for outcome in (loaded, stored))
+        driver.tier.cancel(store)
+        assert driver.store(keys) is not None
+        driver.tier.check_invariants()
+        assert driver.tier.close()
+
+    def test_reset_makes_everything_absent(self) -> None:
+        driver = self.open(8)
+        keys = make_keys(8)
+        driver.store(keys[:4])
+        load = driver.submit_load(keys[:2], slots=[20, 21])
+        store = driver.submit_store(keys[4:6], slots=[10, 11])
+        present = driver.submit_store(keys[2:4], slots=[12, 13])
+        gone = driver.tier.reset(self.advance_epoch())
+        assert sorted(gone) == sorted(keys[:4])
+        assert driver.ready(keys) == []
+        for job in (load, store, present):
+            outcome = driver.finish(job)
+            assert not any(outcome.succeeded)
+            assert outcome.reason == REASON_RESET
+            assert outcome.num_bytes == 0
+        assert driver.tier.take_removed() == []
+        assert not any(driver.load(keys).succeeded)
+        driver.store(keys, version=3)
+        assert driver.load(keys).success
+        assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [3] * 8
+        driver.tier.check_invariants()
+        assert driver.tier.close()
+
+    # -- misuse ----------------------------------------------------------------------------------------------
+
+    def test_misuse_raises_and_changes_nothing(self) -> None:
+        driver = self.open()
+        keys, tier = make_keys(3), driver.tier
+        driver.store(keys[:2])
+        job = driver.submit_load(keys[:1], slots=[20])
+        for submit in (tier.submit_store, tier.submit_load):
+            _raises(submit, 900, [keys[2], keys[2]], [0, 1])
+            _raises(submit, 900, keys, [0, 1])
+            _raises(submit, 900, keys[2:], [self.num_slots])
+            _raises(submit, 900, keys[2:], [-1])
+            _raises(submit, job, keys[2:], [0])
+        assert driver.finish(job).success
+        assert driver.poll() == []
+        assert driver.ready(keys) == keys[:2]
+        tier.check_invariants()
+        assert tier.close()
+
+    # -- restart ---------------------------------------------------------------------------------------------
+
+    def test_what_is_there_after_a_restart(self) -> None:
+        driver = self.open(8)
+        keys = make_keys(8)
+        driver.store(keys[:6])
+        driver.tier.drop(keys[:1])
+        assert driver.tier.flush(10.0)
+        assert driver.tier.close(10.0)
+        driver = self.open(8)
+        assert driver.ready(keys) == (keys[1:6] if self.durable else [])
+        if self.durable:
+            assert driver.load(keys[1:6]).success
+            assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys[1:6])] == [0] * 5
+        driver.store(keys)
+        assert driver.ready(keys) == keys
+        driver.tier.check_invariants()
+        assert driver.tier.close()
+
+    def test_a_stop_flushes(self) -> None:
+        driver = self.open(8)
+        keys = make_keys(4)
+        driver.submit_store(keys)
+        assert driver.tier.close(10.0)
+        driver = self.open(8)
+        assert driver.ready(keys) == (keys if self.durable else [])
+        assert driver.tier.close()
+
+    def test_reset_outlives_the_process(self) -> None:
+        driver = self.open(8)
+        keys = make_keys(4)
+        driver.store(keys[:3])
+        driver.tier.flush(10.0)
+        driver.tier.reset(self.advance_epoch())
+        driver.store(keys[2:], version=1)
+        driver.tier.close(10.0)
+        driver = self.open(8)
+        assert driver.ready(keys) == (keys[2:] if self.durable else [])
+        assert not any(driver.load(keys[:2]).succeeded)
+        assert driver.tier.close()
+
+    # -- all together ----------------------------------------------------------------------------------------
+
+    def test_random_traffic_never_hands_out_other_bytes(self) -> None:
+        driver = self.open(8)
+        traffic = _RandomTraffic(driver, self.num_slots, seed=4)
+        for step in range(400):
+            traffic.act(step)
+            if step % 100 == 99:
+                driver.tier.reset(self.advance_epoch())
+            traffic.check()
+        driver.finish_all()
+        assert driver.tier.close()
+
+
+class _RandomTraffic:
+    """Stores, loads, drops and cancels at random, and knows which bytes each key may have."""
+
+    def __init__(self, driver: TierDriver, num_slots: int, seed: int) -> None:
+        self.driver = driver
+        self.chance = random.Random(seed)
+        self.keys = make_keys(24)
+        self.free = set(range(num_slots))
+        self.versions: dict[OffloadKey, int] = {}
+        self.jobs: dict[int, tuple[list[OffloadKey], list[int]]] = {}
+
+    def act(self, step: int) -> None:
+        picked = self.chance.sample(self.keys, self.chance.randint(1, 6))
+        action = self.chance.choice(["store", "store", "store", "load", "load", "load", "touch", "drop", "cancel"])
+        if action == "store" and len(self.free) >= len(picked):
+            self._store([key for key in picked if key not in self.versions], step % 8)
+        elif action == "load" and len(self.free) >= len(picked):
+            slots = self._take_slots(len(picked))
+            self.jobs[self.driver.submit_load(picked, slots)] = (picked, slots)
+        elif action == "touch":
+            self.driver.tier.touch(picked)
+        elif action == "drop":
+            self.driver.tier.drop(picked)
+        elif action == "cancel" and self.jobs:
+            self.driver.tier.cancel(self.chance.choice(list(self.jobs)))
+
+    def check(self) -> None:
+        for outcome in self.driver.poll():
+            keys, slots = self.jobs.pop(outcome.job_id)
+            for success, key, slot in zip(outcome.succeeded, keys, slots, strict=False):
+                if success and not outcome.is_store:
+                    assert self.driver.loaded_version(key, slot) == self.versions[key]
+            self.free.update(slots)
+        # a key gets other bytes only when it is certain to have left
+        moving = {key for keys, _ in self.jobs.values() for key in keys}
+        there = moving.union(self.driver.ready(self.keys))
+        self.versions = {key: version for key, version in self.versions.items() if key in there}
+        self.driver.tier.check_invariants()
+
+    def _store(self, keys: list[OffloadKey], version: int) -> None:
+        slots = self._take_slots(len(keys))
+        job = self.driver.submit_store(keys, slots, version)
+        if job:
+            self.versions.update(dict.fromkeys(keys, version))
+            self.jobs[job] = (keys, slots)
+        else:
+            self.free.update(slots)
+
+    def _take_slots(self, count: int) -> list[int]:
+        return [self.free.pop() for _ in range(count)]
+
+
+def _raises(call: Callable[..., object], *args: object) -> None:
+    try:
+        call(*args)
+    except ManagerUsageError:
+        return
+    raise AssertionError("misuse went unnoticed")

@@ -1,0 +1,72 @@
+"""The shipped suite, over the tiers that kvtier has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing import TierConformance
+from kvtier.tier_interfaces import Tier
+from kvtier.tiers.disk import DiskConfig, DiskTier, FileEpochStore
+from kvtier.tiers.disk.layout import cache_bytes, round_up
+from kvtier.tiers.memory import MemoryTier
+
+
+class TestMemoryTier(TierConformance):
+    slot_bytes = 64
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        return MemoryTier(capacity_blocks)
+
+
+class TestMemoryTierBlockByBlock(TierConformance):
+    slot_bytes = 64
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        return MemoryTier(capacity_blocks, "arc", blocks_per_poll=1)
+
+
+class DiskConformance(TierConformance):
+    durable = True
+    num_folders = 1
+    num_threads: int | None = None
+    policy = "arc"
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def config(self, capacity_blocks: int) -> DiskConfig:
+        assert capacity_blocks % self.num_folders == 0
+        share = cache_bytes(capacity_blocks // self.num_folders, round_up(self.slot_bytes))
+        return DiskConfig(
+            paths=tuple(str(self.folder / f"device-{i}") for i in range(self.num_folders)),
+            capacity_bytes=share * self.num_folders,
+            namespace=b"conformance of the tiers".ljust(32),
+            min_free_bytes=0,
+            num_threads=self.num_threads,
+            policy=self.policy,
+        )
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        config = self.config(capacity_blocks)
+        return DiskTier(config, FileEpochStore(config.epoch_path))
+
+    def advance_epoch(self) -> int:
+        return FileEpochStore(self.config(2).epoch_path).advance()
+
+
+class TestDiskTier(DiskConformance):
+    pass
+
+
+class TestDiskTierOddSize(DiskConformance):
+    """Slots that are no whole pages: through the page cache, one block a call."""
+
+    slot_bytes = 5000
+    policy = "lru"
+
+
+class TestDiskTierWithoutThreads(DiskConformance):
+    num_threads = 0

@@ -1,0 +1,116 @@
+"""Applies mutants to copies of the source and lets the finders at them; as a program it renews the table in docs/.
+
+A finder is anything that ends differently where there is a bug. The table says which of them finds a mutant first, in
+their order; the test holds it to that.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from mutant_finders import FINDERS, FOUND
+from mutant_list import MUTANTS, Mutant
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "src" / "kvtier"
+TABLE = REPOSITORY / "docs" / "mutants.md"
+SIMULATION = "simulation"
+_SEEDS = "0:150"
+_TIMEOUT_S = 300
+_HEAD = """# Mutants
+
+Deliberate bugs, each in one place of the source, and what finds them: the state machines of `tests/stateful` and the
+simulation, each given a few seconds. `tests/mutants` applies each to a copy of the source and holds this table to
+what it says; `python tests/mutants/mutant_hunt.py` writes it anew.
+
+| mutant | where | what is wrong | found first by |
+| --- | --- | --- | --- |
+"""
+
+
+class Hunt(NamedTuple):
+    """How one finder ended over one copy."""
+
+    found: bool
+    message: str
+    seconds: float
+
+
+def apply(mutant: Mutant, folder: Path) -> Path:
+    """A copy of the source with the mutant in it. AssertionError if the list does not fit the source any more."""
+    shutil.copytree(PACKAGE, folder / "kvtier", ignore=shutil.ignore_patterns("__pycache__"))
+    module = folder / "kvtier" / mutant.module
+    source = module.read_text()
+    assert source.count(mutant.old) == 1, f"{mutant.name}: {source.count(mutant.old)} times in {mutant.module}"
+    patched = source.replace(mutant.old, mutant.new)
+    compile(patched, str(module), "exec")
+    module.write_text(patched)
+    return folder
+
+
+def hunt(finder: str, folder: Path) -> Hunt:
+    """Runs one finder over the kvtier in `folder`."""
+    begin = time.monotonic()
+    command, found_status = _command(finder)
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "KVTIER_UNDER_TEST": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    result = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    found = result.returncode == found_status
+    assert found or result.returncode == 0, f"{finder} ended with {result.returncode}: {result.stderr[-2000:]}"
+    lines = result.stdout.strip().splitlines()
+    return Hunt(found, lines[-1] if lines else "", time.monotonic() - begin)
+
+
+def _command(finder: str) -> tuple[list[str], int]:
+    if finder == SIMULATION:
+        start = "from kvtier.cli.main import main; main()"
+        return [sys.executable, "-c", start, "simulate", "--seeds", _SEEDS], 1
+    return [sys.executable, str(Path(__file__).with_name("mutant_finders.py")), finder], FOUND
+
+
+def finders() -> list[str]:
+    """All that this kvtier has, in the order in which they are asked."""
+    simulates = (PACKAGE / "cli" / "simulate.py").exists()
+    return [*FINDERS, *([SIMULATION] if simulates else [])]
+
+
+def read_table() -> dict[str, str]:
+    """Mutant -> the finder that the table names."""
+    rows = [line.strip("| \n").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    return {row[0].strip("`"): row[3] for row in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="these mutants only, and no table")
+    arguments = parser.parse_args()
+    rows = []
+    for mutant in MUTANTS:
+        if arguments.names and mutant.name not in arguments.names:
+            continue
+        first = "nothing"
+        for finder in finders():
+            with tempfile.TemporaryDirectory() as folder:
+                ended = hunt(finder, apply(mutant, Path(folder)))
+            if ended.found:
+                first = finder
+                break
+        print(f"{mutant.name:28} {first:16} {ended.seconds:5.1f} s  {ended.message[:110]}", flush=True)
+        rows.append(f"| `{mutant.name}` | `{mutant.module}` | {mutant.note} | {first} |\n")
+    if not arguments.names:
+        TABLE.write_text(_HEAD + "".join(rows))
+
+
+if __name__ == "__main__":
+    main()

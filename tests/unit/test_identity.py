@@ -1,0 +1,109 @@
+"""The namespace: equal where the bytes are interchangeable, different where anything differs, in every process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigurationError
+from kvtier.runtime.identity import namespace_of, weights_identity
+
+FIELDS = {
+    "weights": "abc",
+    "dtype": "float32",
+    "block_tokens": 32,
+    "rope": {"theta": 1e4, "scaling": None},
+    "layers": ["a", "b"],
+    "hash": "sha256",
+    "seed": "",
+}
+OTHERS = {
+    "weights": "abd",
+    "dtype": "bfloat16",
+    "block_tokens": 16,
+    "rope": {"theta": 1e6, "scaling": None},
+    "layers": ["b", "a"],
+    "hash": "xxhash",
+    "seed": "0",
+}
+
+
+def test_every_single_difference_is_another_namespace() -> None:
+    digests = [namespace_of(FIELDS)] + [namespace_of({**FIELDS, name: OTHERS[name]}) for name in FIELDS]
+    digests += [namespace_of({k: v for k, v in FIELDS.items() if k != name}) for name in FIELDS]
+    assert len(set(digests)) == len(digests)
+    assert {len(digest) for digest in digests} == {32}
+
+
+def test_order_does_not_matter() -> None:
+    assert namespace_of(dict(reversed(FIELDS.items()))) == namespace_of(FIELDS)
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_other_processes_agree(seed: str) -> None:
+    code = """
+import json, sys
+from kvtier.runtime.identity import namespace_of
+print(namespace_of(json.load(sys.stdin)).hex())
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(FIELDS),
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout.strip() == namespace_of(FIELDS).hex()
+
+
+@pytest.mark.parametrize("value", [{1, 2}, float("nan"), b"bytes"])
+def test_what_json_cannot_say_is_named(value: object) -> None:
+    with pytest.raises(ConfigurationError, match="'bad'"):
+        namespace_of({**FIELDS, "bad": value})
+
+
+def write_weights(folder: Path, header: dict[str, object], body: bytes, name: str = "model.safetensors") -> None:
+    text = json.dumps(header).encode()
+    (folder / name).write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def test_weights_are_told_apart_by_name_size_header_and_content(tmp_path: Path) -> None:
+    body = bytearray(os.urandom(3 << 20))
+    write_weights(tmp_path, {"w": 1}, bytes(body))
+    seen = [weights_identity(tmp_path)]
+    assert weights_identity(tmp_path) == seen[0]
+    (tmp_path / "config.json").write_text("{}")
+    assert weights_identity(tmp_path) == seen[0], "not a weight file"
+    write_weights(tmp_path, {"w": 2}, bytes(body))
+    seen.append(weights_identity(tmp_path))
+    for change in (0, len(body) - 1):
+        changed = bytearray(body)
+        changed[change] ^= 1
+        write_weights(tmp_path, {"w": 1}, bytes(changed))
+        seen.append(weights_identity(tmp_path))
+    write_weights(tmp_path, {"w": 1}, bytes(body) + b"x")
+    seen.append(weights_identity(tmp_path))
+    write_weights(tmp_path, {"w": 1}, bytes(body))
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    seen.append(weights_identity(tmp_path))
+    write_weights(tmp_path, {"w": 3}, b"", "more.safetensors")
+    seen.append(weights_identity(tmp_path))
+    assert len(set(seen)) == len(seen)
+    assert None not in seen
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00", b"\xff" * 8, b"\xff" * 40])
+def test_broken_weight_files_have_an_identity_too(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert weights_identity(tmp_path)
+
+
+def test_without_weights_there_is_no_identity(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert weights_identity(tmp_path) is None
