@@ -14,12 +14,12 @@ from random import Random
 from typing import Any
 
 import numpy as np
-
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.engine.core import EngineCore
 
 from kvtier.adapters.vllm import KVTierConnector
 from kvtier.transfers.jobs import TransferJob, TransferOutcome
+
 
 @dataclass
 class Rates:

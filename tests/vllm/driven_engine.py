@@ -5,7 +5,8 @@ Out: `["ready"]`, `["tokens", id, tokens, num_cached, finished]`, `["aborted", i
 `["probe", value]`.
 A request is aborted once the engine has answered `abort_after` times since it was handed in (null: never). A probe
 calls a function of the connector's module on one side: in the "scheduler" (only where the engine core has a process of
-its own), or in every "worker", and then the value is a list. The process ends in good order when there is nothing more to read.
+its own), or in every "worker", and then the value is a list. The process ends in good order when
+there is nothing more to read.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def wait_until(done: Callable[[], object], what: str, patience_s: float = PATIEN
 
 
 class DrivenProcess:
-    """An engine in a process (and a session) of its own. Starts at once; `wait_until_ready` before the first request."""
+    """An engine in a process (and session) of its own. Starts at once; `wait_until_ready` before the first request."""
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ import pytest
 from driven_process import SHARED_MEMORY, DrivenProcess, wait_until
 from traffic import LONGEST_PROMPT, Run, Traffic
 
+pytestmark = pytest.mark.skipif(not os.environ.get("KVTIER_SOAK"), reason="minutes; run with KVTIER_SOAK=1")
 NUM_REQUESTS = 320
 AT_ONCE = 12
 MOST_TOKENS = 16

@@ -27,6 +27,7 @@ from driven_process import (
 from traffic import LONGEST_PROMPT, Run, Traffic
 
 SOAK = bool(os.environ.get("KVTIER_SOAK"))
+pytestmark = pytest.mark.skipif(not SOAK, reason="minutes; run with KVTIER_SOAK=1")
 NUM_REQUESTS = 60
 AT_ONCE = 8
 MOST_TOKENS = 8
@@ -61,7 +62,7 @@ def pool_dir() -> Iterator[Path]:
     [(ONE_PROCESS, False, 1), (THREE_PROCESSES, True, 2)],
     ids=["one process", "three processes"],
 )
-def test_killed_again_and_again(kills, multiprocess, seed, dense, plain, pool_dir, tmp_path):
+def test_killed_again_and_again(kills, multiprocess, seed, dense, plain, pool_dir, tmp_path):  # noqa: PLR0917
     rng = Random(seed)
     expected = plain(dense).answers([request.prompt for request in traffic(seed).requests], MOST_TOKENS)
     files_before = files()
