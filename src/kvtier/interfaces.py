@@ -180,8 +180,8 @@ class OffloadingManager(ABC):
     changes in `touch` and once in `on_request_finished`: the request's accesses, deepest block first, where a
     block that this request itself inserted does not count as a reuse.
 
-    **Bounded waiting.** A request has one deadline, counted from its first `None` (or `defer`); once past it,
-    every block that is not ready is absent for that request until it finishes.
+    **Bounded waiting.** A request has one deadline, counted from its first `None` (or `defer`), or from when a load
+    was planned that failed; once past it, every block that is not ready is absent for that request until it finishes.
 
     **Cheaper than waiting.** A manager that knows how fast the engine computes (`tell_recompute_rate`) and has seen
     how fast stores complete lets no request wait for longer than what it waits for is worth: from then on blocks in

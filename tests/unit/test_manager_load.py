@@ -217,6 +217,32 @@ def test_load_of_a_manager_that_never_waits_has_a_second(new):
     assert manager.prepare_load(K[:1], ReqContext("b")).begin_by_s == 101.0
 
 
+def test_waiting_for_a_load_that_failed_counts(new):
+    manager = new(deadline_s=5.0)
+    store_ready(manager, K[:1], ReqContext("a"))
+    reader, other = ReqContext("b"), ReqContext("c")
+    spec = manager.prepare_load(K[:1], reader)
+    manager.advance(103.0)
+    manager.complete_load(K[:1], reader, success=False, spec=spec)
+    manager.prepare_store(K[:1], other)
+    assert manager.lookup(K[0], reader) is None
+    manager.advance(105.0)
+    assert manager.lookup(K[0], reader) is False
+    assert manager.lookup(K[0], other) is None
+
+
+def test_waiting_for_a_load_that_succeeded_does_not_count(new):
+    manager = new(deadline_s=5.0)
+    store_ready(manager, K[:1], ReqContext("a"))
+    reader = ReqContext("b")
+    spec = manager.prepare_load(K[:1], reader)
+    manager.advance(101.0)
+    manager.complete_load(K[:1], reader, spec=spec)
+    manager.prepare_store(K[1:2], ReqContext("c"))
+    manager.advance(110.0)
+    assert manager.lookup(K[1], reader) is None
+
+
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_completion_by_a_request_that_pinned_nothing_leaks_no_other_pin(policy):
     manager = CPUOffloadingManager(8, policy)

@@ -158,6 +158,8 @@ class CPUOffloadingManager(OffloadingManager):
         if spec is not None:
             keys, num_late = completions.end_load_by_spec(index, keys, cast(CPULoadStoreSpec, spec), request)
             self._counters["late_completions"] += num_late
+            if not success:
+                request.has_waited_for_load(cast(CPULoadStoreSpec, spec))
         elif index.condemned:
             keys = list(keys)
             if len(set(keys)) < len(keys):

@@ -117,6 +117,11 @@ class RequestState:
             counters["deferred_requests"] += 1
         return may_wait
 
+    def has_waited_for_load(self, spec: CPULoadStoreSpec) -> None:
+        """A load has failed: waiting for it counts. What comes next does not get a deadline of its own."""
+        if spec.begin_by_s is not None:
+            self.deadline_at_s = min(self.deadline_at_s, spec.begin_by_s)
+
     def is_patient(self, now_s: float, counters: defaultdict[str, int]) -> bool:
         """False, for good, once waiting for blocks in flight has cost what computing them would have. Counts it."""
         if now_s < self.patient_until_s or self.patient_until_s == math.inf:

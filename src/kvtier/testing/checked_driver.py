@@ -259,6 +259,9 @@ class CheckedDriver:
             self.counts["stored_blocks"] += len(changed)
             self._expect_events(stored=changed)
         else:
+            if job.failed and self.promises.deadline_s is not None and job.begin_by_s is not None:
+                deadline_at_s = job.request.deadline_at_s  # waiting for a load that fails counts
+                job.request.deadline_at_s = min(job.begin_by_s, deadline_at_s or job.begin_by_s)
             self._expect_events(removed=changed)
             if job.failed and self.requests.get(job.request.req_id) is job.request:
                 job.request.num_computed = job.request.num_offered = 0

@@ -141,6 +141,7 @@ class ReferenceManager(OffloadingManager):
         for block, read in ended:
             block.reads.remove(read)
         if not success:
+            self._state(req_context).has_waited_for_load(spec)
             self._vanish([block for block, _ in ended if block.visible])
         self._release_idle()
 

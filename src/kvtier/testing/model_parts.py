@@ -58,6 +58,12 @@ class RequestState:
     accessed: list[OffloadKey] = field(default_factory=list)
     inserted: set[OffloadKey] = field(default_factory=set)
 
+    def has_waited_for_load(self, spec: LoadStoreSpec | None) -> None:
+        """A load has failed, and waiting for it counts."""
+        limit_s = spec.begin_by_s if isinstance(spec, CPULoadStoreSpec) else None
+        if limit_s is not None and (self.deadline_s is None or limit_s < self.deadline_s):
+            self.deadline_s = limit_s
+
 
 class FreeSlots:
     """Never-used slots first, ascending; then what was freed last. Slots freed in one call have no order."""
