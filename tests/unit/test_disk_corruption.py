@@ -31,7 +31,7 @@ def stored_machine(**settings: object) -> Machine:
     machine = Machine(**settings)
     driver = machine.open()
     driver.store(STORED)
-    assert driver.tier.close(1.0)
+    driver.close(1.0)
     return machine
 
 
@@ -40,7 +40,7 @@ def served(machine: Machine) -> list[OffloadKey]:
     driver = machine.open()
     came_back = check_serves_only_what_was_stored(driver, {key: {0} for key in STORED})
     check_no_slot_is_lost(driver)
-    assert driver.tier.close(1.0)
+    driver.close(1.0)
     return came_back
 
 
@@ -69,7 +69,7 @@ def test_every_bit_of_a_record() -> None:
         flip(machine.files.content(TABLE), (PAGE_BYTES + 2 * RECORD_BYTES) * 8 + bit)
         driver = machine.open()
         assert driver.ready(KEYS) == [key for key in STORED if key != STORED[2]], f"bit {bit}"
-        assert driver.tier.close()
+        driver.close()
 
 
 def test_every_bit_of_the_header() -> None:
@@ -81,7 +81,7 @@ def test_every_bit_of_the_header() -> None:
         flip(machine.files.content(TABLE), bit)
         driver = machine.open()
         assert driver.ready(KEYS) == [], f"bit {bit}"
-        assert driver.tier.close()
+        driver.close()
 
 
 def test_every_bit_of_the_epoch() -> None:
@@ -92,7 +92,7 @@ def test_every_bit_of_the_epoch() -> None:
         flip(machine.files.content(EPOCH), bit)
         driver = machine.open()
         assert driver.ready(KEYS) == [], f"bit {bit}"
-        assert driver.tier.close()
+        driver.close()
 
 
 def test_a_thousand_places_in_the_data() -> None:
@@ -147,7 +147,7 @@ def test_swapped_slots(what: str, reopen: bool) -> None:
     machine = stored_machine()
     driver = machine.open()
     if reopen:
-        assert driver.tier.close()
+        driver.close()
     if what != "records":
         swap(machine.files.content(SLAB), 0, SLOT_BYTES, 1, 4)
     if what != "data":
@@ -236,4 +236,4 @@ def test_a_block_size_that_changed() -> None:
     driver = machine.open(slot_bytes=2 * SLOT_BYTES)
     assert driver.ready(STORED) == []
     assert driver.store(STORED) is not None
-    assert driver.tier.close(1.0)
+    driver.close(1.0)

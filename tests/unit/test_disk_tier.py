@@ -56,7 +56,7 @@ def test_the_cap_covers_everything(num_folders: int, tmp_path: Path) -> None:
         subprocess.run(["du", "-s", "-B1", tmp_path], capture_output=True, text=True, check=True).stdout.split()[0]
     )
     assert used <= cap_bytes + 2 * 4096  # the test's own folder, and a page for each of its
-    assert driver.tier.close(1.0)
+    driver.close(1.0)
 
 
 def test_a_cap_below_one_block() -> None:
@@ -102,12 +102,12 @@ def test_a_smaller_and_a_greater_cap_keep_what_fits() -> None:
     machine = Machine()
     driver = machine.open()
     driver.store(KEYS[:6])
-    assert driver.tier.close(1.0)
+    driver.close(1.0)
     machine.config = replace(machine.config, capacity_bytes=cache_bytes(4, SLOT_BYTES))
     driver = machine.open()
     assert driver.ready(KEYS) == KEYS[:4]
     assert machine.used_in_root() <= machine.config.capacity_bytes
-    assert driver.tier.close(1.0)
+    driver.close(1.0)
     machine.config = replace(machine.config, capacity_bytes=cache_bytes(9, SLOT_BYTES))
     driver = machine.open()
     assert driver.ready(KEYS) == KEYS[:4]
@@ -224,17 +224,17 @@ def test_folders_share_the_blocks_and_each_stands_for_itself() -> None:
     driver = machine.open()
     driver.store(KEYS)
     assert driver.ready(KEYS) == KEYS
-    assert driver.tier.close(1.0)
+    driver.close(1.0)
     driver = machine.open()
     assert driver.ready(KEYS) == KEYS
     assert driver.load(KEYS).success
-    assert driver.tier.close(1.0)
+    driver.close(1.0)
     machine.files.delete_folder("/two")
     driver = machine.open()
     assert len(driver.ready(KEYS)) == 8
     assert driver.load(driver.ready(KEYS)).success
     check_no_slot_is_lost(driver, 16)
-    assert driver.tier.close(1.0)
+    driver.close(1.0)
     machine.files.delete_folder("/one")  # with it the epoch: nobody knows any more what /two has
     assert machine.open().ready(make_keys(16, "fresh")) == []
 
@@ -265,7 +265,7 @@ def test_a_restart_evicts_what_would_have_been_evicted(policy: str) -> None:
         driver.tier.touch(KEYS[1:3])
         driver.tier.touch(KEYS[4:5])
         if restart:
-            assert driver.tier.close(1.0)
+            driver.close(1.0)
             driver = machine.open()
         driver.store(KEYS[6:9])
         return driver.ready(KEYS)
@@ -278,7 +278,7 @@ def test_what_was_stored_after_a_restart_is_younger() -> None:
     for keys in (KEYS[:2], KEYS[2:4], KEYS[4:6]):
         driver = machine.open()
         driver.store(keys)
-        assert driver.tier.close(1.0)
+        driver.close(1.0)
     driver = machine.open()
     driver.store(KEYS[6:8])
     assert driver.ready(KEYS) == KEYS[2:8]
@@ -291,7 +291,7 @@ def test_keys_of_every_length_up_to_the_limit() -> None:
     driver = machine.open()
     assert driver.store([*keys, zeros]) is not None
     assert driver.submit_store([OffloadKey(b"x" * 65)]) == 0
-    assert driver.tier.close(1.0)
+    driver.close(1.0)
     driver = machine.open()
     assert driver.ready([*keys, zeros, OffloadKey(b"\0" * 8)]) == [*keys, zeros]
     assert driver.load([*keys, zeros]).success
@@ -409,7 +409,7 @@ def test_a_place_that_is_freed_and_given_away_before_the_commit() -> None:
     driver.tier.drop([KEYS[2]])
     driver.store([KEYS[6]])
     assert driver.load([KEYS[6]]).success
-    assert driver.tier.close(1.0)
+    driver.close(1.0)
     assert machine.open().ready(KEYS) == [*KEYS[:2], *KEYS[3:7]]
 
 
@@ -493,7 +493,7 @@ def test_a_stalled_write_holds_up_no_load_and_no_caller(tmp_path: Path, stalling
     assert len(outcome.succeeded) == 8
     assert outcome.succeeded.count(True) == len(driver.ready(KEYS[4:]))
     assert outcome.reason == "cancelled"
-    assert driver.tier.close(5.0)
+    driver.close(5.0)
 
 
 def test_a_stalled_read_is_said_at_close(tmp_path: Path, stalling: StallingFiles) -> None:
@@ -513,7 +513,7 @@ def test_a_stalled_read_is_said_at_close(tmp_path: Path, stalling: StallingFiles
     stalling.go_on.set()
     driver.finish(first)
     driver.finish(second)
-    assert driver.tier.close()
+    driver.close()
 
 
 def test_a_stalled_sync_pins_no_slots(tmp_path: Path, stalling: StallingFiles) -> None:
@@ -527,7 +527,7 @@ def test_a_stalled_sync_pins_no_slots(tmp_path: Path, stalling: StallingFiles) -
     assert driver.load(KEYS[:8]).success
     stalling.go_on.set()
     assert driver.tier.flush(60)
-    assert driver.tier.close()
+    driver.close()
 
 
 OWNER = """
@@ -563,7 +563,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     assert driver.load(KEYS[:4]).success
     with pytest.raises(TierError, match=f"process {os.getpid()}"):
         real_driver(tmp_path)
-    assert driver.tier.close()
+    driver.close()
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:

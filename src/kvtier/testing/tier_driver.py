@@ -102,6 +102,12 @@ class TierDriver:
         """Loads into slots 0, 1, ... and waits."""
         return self.finish(self.submit_load(keys))
 
+    def close(self, flush_s: float = 0.0) -> None:
+        """Closes the tier, and waits for what is still on its way in the medium."""
+        until_s = time.monotonic() + GIVE_UP_S
+        while not self.tier.close(flush_s):
+            assert time.monotonic() < until_s, "the tier does not close"
+
     def loaded_version(self, key: OffloadKey, slot: int) -> int | None:
         """Which of the first versions of the key's block the slot holds; None: none of them."""
         for version in range(8):

@@ -7,16 +7,15 @@ class TestMyTier(TierConformance):
 
 from __future__ import annotations
 
-import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from kvtier.errors import ManagerUsageError
 from kvtier.interfaces import Residency
-from kvtier.keys import OffloadKey
 from kvtier.testing.observe import make_keys
 from kvtier.testing.tier_driver import TierDriver
+from kvtier.testing.tier_traffic import RandomTierTraffic
 from kvtier.tier_interfaces import REASON_RESET, Tier
 
 
@@ -60,9 +59,9 @@ class TierConformance(ABC):
         driver.store(keys[:3])
         driver.submit_load(keys[:3])
         driver.submit_store(keys[3:], slots=[10, 11, 12])
-        assert driver.tier.close()
+        driver.close()
         driver.finish_all()
-        assert driver.tier.close()
+        driver.close()
         assert threading.active_count() == before
         assert driver.tier.get_stats().closed_reason
 
@@ -79,7 +78,7 @@ class TierConformance(ABC):
         assert not any(driver.load(keys[:2]).succeeded)
         driver.tier.touch(keys)
         driver.tier.drop(keys)
-        assert driver.tier.close()
+        driver.close()
 
     # -- stores and loads ------------------------------------------------------------------------------------
 
@@ -98,7 +97,7 @@ class TierConformance(ABC):
         for key, slot in zip(keys, [9, 3, 7, 5, 1], strict=True):
             assert driver.loaded_version(key, slot) == 0
         assert not driver.pool[[0, 2, 4, 6, 8]].any(), "a load wrote beyond its slots"
-        assert driver.tier.close()
+        driver.close()
 
     def test_ready_from_the_poll_of_its_outcome_on(self) -> None:
         driver = self.open()
@@ -111,7 +110,7 @@ class TierConformance(ABC):
             Residency.ABSENT,
             Residency.READY,
         ]
-        assert driver.tier.close()
+        driver.close()
 
     def test_a_key_that_is_absent_fails_alone(self) -> None:
         driver = self.open()
@@ -122,7 +121,7 @@ class TierConformance(ABC):
         assert outcome.reason
         assert outcome.num_bytes == 2 * self.slot_bytes
         assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [0, None, 0]
-        assert driver.tier.close()
+        driver.close()
 
     def test_one_block_at_a_time(self) -> None:
         driver = self.open()
@@ -131,7 +130,7 @@ class TierConformance(ABC):
             assert driver.load([key]).success
             if i % 3:
                 assert driver.load([key]).success
-        assert driver.tier.close()
+        driver.close()
 
     def test_many_loads_of_one_block_at_once(self) -> None:
         driver = self.open()
@@ -142,7 +141,7 @@ class TierConformance(ABC):
             assert driver.finish(job).succeeded == (True,)
             assert driver.loaded_version(key, slot) == 0
         driver.tier.check_invariants()
-        assert driver.tier.close()
+        driver.close()
 
     def test_a_block_that_is_there_is_not_stored_again(self) -> None:
         driver = self.open()
@@ -154,7 +153,7 @@ class TierConformance(ABC):
         assert again.num_bytes == self.slot_bytes
         driver.load(keys)
         assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [1, 1, 2]
-        assert driver.tier.close()
+        driver.close()
 
     def test_a_block_that_another_job_is_storing(self) -> None:
         driver = self.open()
@@ -164,7 +163,7 @@ class TierConformance(ABC):
         assert driver.finish(second).succeeded == (False, False, True)
         assert driver.finish(first).success
         assert driver.ready(keys) == keys
-        assert driver.tier.close()
+        driver.close()
 
     def test_empty_jobs(self) -> None:
         driver = self.open()
@@ -173,7 +172,7 @@ class TierConformance(ABC):
         assert driver.tier.lookup([]) == []
         driver.tier.touch([])
         driver.tier.drop([])
-        assert driver.tier.close()
+        driver.close()
 
     # -- room ------------------------------------------------------------------------------------------------
 
@@ -191,7 +190,7 @@ class TierConformance(ABC):
         assert driver.tier.take_removed() == []
         assert driver.tier.get_stats().counters["evicted_blocks"] == len(removed)
         driver.tier.check_invariants()
-        assert driver.tier.close()
+        driver.close()
 
     def test_takes_the_leading_keys_that_fit(self) -> None:
         driver = self.open(4)
@@ -203,7 +202,7 @@ class TierConformance(ABC):
         assert outcome.success
         assert driver.ready(keys) == keys[:4]
         assert driver.tier.get_stats().counters["shed_blocks"] == 3
-        assert driver.tier.close()
+        driver.close()
 
     def test_evicts_none_of_the_keys_of_the_call(self) -> None:
         driver = self.open(4)
@@ -213,7 +212,7 @@ class TierConformance(ABC):
         assert outcome is not None
         assert outcome.success
         assert driver.ready(keys) == [keys[0], keys[1], keys[4], keys[5]]
-        assert driver.tier.close()
+        driver.close()
 
     def test_a_block_that_is_being_loaded_stays(self) -> None:
         driver = self.open(4)
@@ -226,7 +225,7 @@ class TierConformance(ABC):
         assert driver.finish(load).success
         assert [driver.loaded_version(keys[i], 20 + i) for i in range(2)] == [0, 0]
         assert driver.ready(keys) == keys[:2]
-        assert driver.tier.close()
+        driver.close()
 
     def test_nothing_may_leave_so_nothing_is_taken(self) -> None:
         driver = self.open(3)
@@ -236,7 +235,7 @@ class TierConformance(ABC):
         assert driver.submit_store(make_keys(2, "other")) == 0
         assert driver.finish(load).success
         assert driver.store(make_keys(2, "other")) is not None
-        assert driver.tier.close()
+        driver.close()
 
     def test_used_blocks_stay_longer(self) -> None:
         driver = self.open(4)
@@ -246,7 +245,7 @@ class TierConformance(ABC):
         driver.tier.touch(make_keys(3, "unknown"))
         driver.store(make_keys(2, "new"))
         assert driver.ready(keys) == keys[:2]
-        assert driver.tier.close()
+        driver.close()
 
     # -- leaving ---------------------------------------------------------------------------------------------
 
@@ -261,7 +260,7 @@ class TierConformance(ABC):
         driver.load(keys)
         assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [2, 1, 1]
         driver.tier.check_invariants()
-        assert driver.tier.close()
+        driver.close()
 
     def test_dropped_under_a_load(self) -> None:
         driver = self.open(2)
@@ -273,7 +272,7 @@ class TierConformance(ABC):
         assert driver.finish(load).succeeded == (False, True)
         assert driver.store(make_keys(1, "other")) is not None
         driver.tier.check_invariants()
-        assert driver.tier.close()
+        driver.close()
 
     def test_cancelled_jobs_end(self) -> None:
         driver = self.open(16)
@@ -292,7 +291,7 @@ class TierConformance(ABC):
         driver.tier.cancel(store)
         assert driver.store(keys) is not None
         driver.tier.check_invariants()
-        assert driver.tier.close()
+        driver.close()
 
     def test_reset_makes_everything_absent(self) -> None:
         driver = self.open(8)
@@ -315,7 +314,7 @@ class TierConformance(ABC):
         assert driver.load(keys).success
         assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [3] * 8
         driver.tier.check_invariants()
-        assert driver.tier.close()
+        driver.close()
 
     # -- misuse ----------------------------------------------------------------------------------------------
 
@@ -334,7 +333,7 @@ class TierConformance(ABC):
         assert driver.poll() == []
         assert driver.ready(keys) == keys[:2]
         tier.check_invariants()
-        assert tier.close()
+        driver.close()
 
     # -- restart ---------------------------------------------------------------------------------------------
 
@@ -344,7 +343,7 @@ class TierConformance(ABC):
         driver.store(keys[:6])
         driver.tier.drop(keys[:1])
         assert driver.tier.flush(10.0)
-        assert driver.tier.close(10.0)
+        driver.close(10.0)
         driver = self.open(8)
         assert driver.ready(keys) == (keys[1:6] if self.durable else [])
         if self.durable:
@@ -353,16 +352,16 @@ class TierConformance(ABC):
         driver.store(keys)
         assert driver.ready(keys) == keys
         driver.tier.check_invariants()
-        assert driver.tier.close()
+        driver.close()
 
     def test_a_stop_flushes(self) -> None:
         driver = self.open(8)
         keys = make_keys(4)
         driver.submit_store(keys)
-        assert driver.tier.close(10.0)
+        driver.close(10.0)
         driver = self.open(8)
         assert driver.ready(keys) == (keys if self.durable else [])
-        assert driver.tier.close()
+        driver.close()
 
     def test_reset_outlives_the_process(self) -> None:
         driver = self.open(8)
@@ -375,72 +374,20 @@ class TierConformance(ABC):
         driver = self.open(8)
         assert driver.ready(keys) == (keys[2:] if self.durable else [])
         assert not any(driver.load(keys[:2]).succeeded)
-        assert driver.tier.close()
+        driver.close()
 
     # -- all together ----------------------------------------------------------------------------------------
 
     def test_random_traffic_never_hands_out_other_bytes(self) -> None:
         driver = self.open(8)
-        traffic = _RandomTraffic(driver, self.num_slots, seed=4)
+        traffic = RandomTierTraffic(driver, self.num_slots, seed=4)
         for step in range(400):
             traffic.act(step)
             if step % 100 == 99:
                 driver.tier.reset(self.advance_epoch())
             traffic.check()
         driver.finish_all()
-        assert driver.tier.close()
-
-
-class _RandomTraffic:
-    """Stores, loads, drops and cancels at random, and knows which bytes each key may have."""
-
-    def __init__(self, driver: TierDriver, num_slots: int, seed: int) -> None:
-        self.driver = driver
-        self.chance = random.Random(seed)
-        self.keys = make_keys(24)
-        self.free = set(range(num_slots))
-        self.versions: dict[OffloadKey, int] = {}
-        self.jobs: dict[int, tuple[list[OffloadKey], list[int]]] = {}
-
-    def act(self, step: int) -> None:
-        picked = self.chance.sample(self.keys, self.chance.randint(1, 6))
-        action = self.chance.choice(["store", "store", "store", "load", "load", "load", "touch", "drop", "cancel"])
-        if action == "store" and len(self.free) >= len(picked):
-            self._store([key for key in picked if key not in self.versions], step % 8)
-        elif action == "load" and len(self.free) >= len(picked):
-            slots = self._take_slots(len(picked))
-            self.jobs[self.driver.submit_load(picked, slots)] = (picked, slots)
-        elif action == "touch":
-            self.driver.tier.touch(picked)
-        elif action == "drop":
-            self.driver.tier.drop(picked)
-        elif action == "cancel" and self.jobs:
-            self.driver.tier.cancel(self.chance.choice(list(self.jobs)))
-
-    def check(self) -> None:
-        for outcome in self.driver.poll():
-            keys, slots = self.jobs.pop(outcome.job_id)
-            for success, key, slot in zip(outcome.succeeded, keys, slots, strict=False):
-                if success and not outcome.is_store:
-                    assert self.driver.loaded_version(key, slot) == self.versions[key]
-            self.free.update(slots)
-        # a key gets other bytes only when it is certain to have left
-        moving = {key for keys, _ in self.jobs.values() for key in keys}
-        there = moving.union(self.driver.ready(self.keys))
-        self.versions = {key: version for key, version in self.versions.items() if key in there}
-        self.driver.tier.check_invariants()
-
-    def _store(self, keys: list[OffloadKey], version: int) -> None:
-        slots = self._take_slots(len(keys))
-        job = self.driver.submit_store(keys, slots, version)
-        if job:
-            self.versions.update(dict.fromkeys(keys, version))
-            self.jobs[job] = (keys, slots)
-        else:
-            self.free.update(slots)
-
-    def _take_slots(self, count: int) -> list[int]:
-        return [self.free.pop() for _ in range(count)]
+        driver.close()
 
 
 def _raises(call: Callable[..., object], *args: object) -> None:
