@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing import TierConformance
+from kvtier.testing import SimulatedFileSystem, TierConformance
 from kvtier.tier_interfaces import Tier
 from kvtier.tiers.disk import DiskConfig, DiskTier, FileEpochStore
+from kvtier.tiers.disk.filesystem import FileSystem
 from kvtier.tiers.disk.layout import cache_bytes, round_up
 from kvtier.tiers.memory import MemoryTier
 
@@ -36,6 +37,7 @@ class DiskConformance(TierConformance):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
         self.folder = tmp_path
+        self.files = FileSystem()
 
     def config(self, capacity_blocks: int) -> DiskConfig:
         assert capacity_blocks % self.num_folders == 0
@@ -51,10 +53,10 @@ class DiskConformance(TierConformance):
 
     def make_tier(self, capacity_blocks: int) -> Tier:
         config = self.config(capacity_blocks)
-        return DiskTier(config, FileEpochStore(config.epoch_path))
+        return DiskTier(config, FileEpochStore(config.epoch_path, self.files), files=self.files)
 
     def advance_epoch(self) -> int:
-        return FileEpochStore(self.config(2).epoch_path).advance()
+        return FileEpochStore(self.config(2).epoch_path, self.files).advance()
 
 
 class TestDiskTier(DiskConformance):
@@ -69,4 +71,10 @@ class TestDiskTierOddSize(DiskConformance):
 
 
 class TestDiskTierWithoutThreads(DiskConformance):
+    """Every commit in the caller's thread: on a simulated device, whose syncs take no time."""
+
     num_threads = 0
+
+    @pytest.fixture(autouse=True)
+    def _device(self, _folder: None) -> None:
+        self.files = SimulatedFileSystem()

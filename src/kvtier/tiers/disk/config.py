@@ -37,7 +37,7 @@ class DiskConfig:
     direct: bool = True
     """Past the page cache, where the filesystem has that."""
     num_threads: int | None = None
-    """I/O threads; None: 4, or 8 for blocks below 1 MiB. 0: none, everything happens in `poll` (for tests)."""
+    """I/O threads; None: 8, or 12 for blocks below 1 MiB. 0: none, everything happens in `poll` (for tests)."""
     commit_s: float = 0.5
     """A block survives a power loss about this long after its store has ended."""
 

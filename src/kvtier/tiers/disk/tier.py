@@ -290,7 +290,7 @@ class DiskTier(Tier):
         )
         num_threads = config.num_threads
         if num_threads is None:
-            num_threads = 4 if self._block_bytes >= 1 << 20 else 8
+            num_threads = 8 if self._block_bytes >= 1 << 20 else 12
         # blocks that are not whole pages are not adjacent
         max_run_blocks = max(1, MAX_RUN_BYTES // self._block_bytes) if self._block_bytes % PAGE_BYTES == 0 else 1
         self._max_storing = max(1, config.max_storing_bytes // self._block_bytes)
