@@ -231,6 +231,29 @@ def test_waiting_for_a_load_that_failed_counts(new):
     assert manager.lookup(K[0], other) is None
 
 
+def test_a_failure_told_of_a_load_that_has_ended_well_does_not_count(new):
+    manager = new(deadline_s=5.0)
+    store_ready(manager, K[:1], ReqContext("a"))
+    reader = ReqContext("b")
+    spec = manager.prepare_load(K[:1], reader)
+    manager.complete_load(K[:1], reader, spec=spec)
+    manager.advance(200.0)
+    manager.complete_load(K[:1], reader, success=False, spec=spec)
+    manager.prepare_store(K[1:2], ReqContext("c"))
+    assert manager.lookup(K[1], reader) is None
+
+
+def test_a_manager_that_never_waits_does_not_after_a_failed_load_either(new):
+    manager = new(deadline_s=0.0)
+    store_ready(manager, K[:1], ReqContext("a"))
+    reader = ReqContext("b")
+    spec = manager.prepare_load(K[:1], reader)
+    manager.complete_load(K[:1], reader, success=False, spec=spec)
+    manager.prepare_store(K[1:2], ReqContext("c"))
+    assert manager.lookup(K[1], reader) is False
+    assert manager.defer(reader) is False
+
+
 def test_waiting_for_a_load_that_succeeded_does_not_count(new):
     manager = new(deadline_s=5.0)
     store_ready(manager, K[:1], ReqContext("a"))

@@ -156,10 +156,12 @@ class CPUOffloadingManager(OffloadingManager):
         index = self._index
         request: RequestState = req_context._states.get(self) or self._request(req_context)
         if spec is not None:
-            keys, num_late = completions.end_load_by_spec(index, keys, cast(CPULoadStoreSpec, spec), request)
+            load = cast(CPULoadStoreSpec, spec)
+            num_ended = len(load.ended)
+            keys, num_late = completions.end_load_by_spec(index, keys, load, request)
             self._counters["late_completions"] += num_late
-            if not success:
-                request.has_waited_for_load(cast(CPULoadStoreSpec, spec))
+            if not success and len(load.ended) > num_ended:
+                request.has_waited_for_load(load)
         elif index.condemned:
             keys = list(keys)
             if len(set(keys)) < len(keys):

@@ -95,7 +95,7 @@ class ReferenceManager(OffloadingManager):
         state = self._state(req_context)
         if state.deadline_s is None:
             state.deadline_s = self._now_s + self._deadline_s
-        return self._now_s < state.deadline_s
+        return self._deadline_s > 0 and self._now_s < state.deadline_s
 
     def still_waiting(self, req_context: ReqContext) -> bool:
         state = self._state(req_context)
@@ -141,7 +141,8 @@ class ReferenceManager(OffloadingManager):
         for block, read in ended:
             block.reads.remove(read)
         if not success:
-            self._state(req_context).has_waited_for_load(spec)
+            if ended:
+                self._state(req_context).has_waited_for_load(spec)
             self._vanish([block for block, _ in ended if block.visible])
         self._release_idle()
 
