@@ -5,6 +5,7 @@
 """
 
 from kvtier.testing.checked_driver import CheckedDriver
+from kvtier.testing.faulty_tier import FaultyTier, TierFaults
 from kvtier.testing.faulty_worker import FaultyWorker, WorkerFaults
 from kvtier.testing.model import ReferenceManager
 from kvtier.testing.model_policies import ReferenceARC, ReferenceLRU
@@ -16,6 +17,7 @@ from kvtier.testing.tier_suite import TierConformance
 
 __all__ = [
     "CheckedDriver",
+    "FaultyTier",
     "FaultyWorker",
     "Promises",
     "ReferenceARC",
@@ -24,6 +26,7 @@ __all__ = [
     "SimulatedFileSystem",
     "TierConformance",
     "TierDriver",
+    "TierFaults",
     "WorkerFaults",
     "eviction_order",
     "make_keys",
