@@ -53,6 +53,8 @@ class Wish:
     """Key -> number of the tier that has it, shallowest first as far as the engine asks in that order."""
     num_promoted: int = 0
     """Blocks brought up for the request so far."""
+    brought: dict[OffloadKey, int] = field(default_factory=dict)
+    """Those blocks, and which tier each came from."""
     declined: bool = False
     """Nothing more is brought up for it: waiting would cost more than it saves, or its share is used up."""
 

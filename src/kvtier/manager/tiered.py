@@ -21,6 +21,7 @@ from kvtier.interfaces import (
     Residency,
 )
 from kvtier.keys import OffloadKey
+from kvtier.manager.breaker import CircuitBreaker
 from kvtier.manager.cascade import CascadeQueue, CascadeWhen
 from kvtier.manager.cpu import CPUOffloadingManager
 from kvtier.manager.promotions import TieringLimits, TierPace, Wish
@@ -280,6 +281,27 @@ class TieredOffloadingManager(OffloadingManager):
         """Of the tiers below RAM, in their order."""
         return [pace.tier.get_stats() for pace in self._paces]
 
+    @property
+    def breakers(self) -> list[tuple[str, CircuitBreaker]]:
+        """Of the tiers below RAM, in their order: medium and breaker. The caller owns the list."""
+        return [(pace.tier.medium, pace.breaker) for pace in self._paces]
+
+    @property
+    def num_cascading(self) -> int:
+        """Blocks on their way down. O(1)."""
+        return self._num_cascading
+
+    @property
+    def num_promoting(self) -> int:
+        """Blocks on their way up. O(1)."""
+        return self._num_promoting
+
+    def brought_up(self, key: OffloadKey, req_context: ReqContext) -> str | None:
+        """The medium below RAM that this block came from on behalf of this very request; None if none. O(1)."""
+        wish: Wish | None = req_context._states.get(self)
+        number = wish.brought.get(key) if wish is not None else None
+        return None if number is None else self._paces[number].tier.medium
+
     def check_invariants(self) -> None:
         self.ram.check_invariants()
         for pace in self._paces:
@@ -361,7 +383,7 @@ class TieredOffloadingManager(OffloadingManager):
                 continue
             allowed = min(len(keys), room, self._max_of_request - wish.num_promoted)
             count = pace.num_worth_asking(allowed, self._recompute_blocks_per_s) if allowed > 0 else 0
-            begun = self._begin_promotion(number, keys[:count]) if count else 0
+            begun = self._begin_promotion(number, keys[:count], wish) if count else 0
             if not begun:
                 # its share is used up, or recomputing is sooner: waiting would be in vain
                 wish.declined = True
@@ -374,7 +396,7 @@ class TieredOffloadingManager(OffloadingManager):
         if arriving is not None:
             self.ram.lookup(arriving, wish.context)
 
-    def _begin_promotion(self, number: int, keys: list[OffloadKey]) -> int:
+    def _begin_promotion(self, number: int, keys: list[OffloadKey], wish: Wish) -> int:
         """Makes room in RAM and asks the tier for the leading `keys` that fit. Returns how many."""
         job_id = self._new_job_id()
         context = _TierContext(f"promotion-{job_id}")
@@ -387,6 +409,7 @@ class TieredOffloadingManager(OffloadingManager):
         keys = output.keys_to_store
         self._jobs[job_id] = _Job(context, spec, keys, number, is_promotion=True, begin_by_s=begin_by_s)
         self._num_promoting += len(keys)
+        wish.brought.update(dict.fromkeys(keys, number))
         pace.note_begun(len(keys), is_store=False)
         pace.tier.submit_load(job_id, keys, spec.slots)
         return len(keys)
