@@ -24,7 +24,7 @@ from kvtier.keys import OffloadKey
 from kvtier.manager.breaker import CircuitBreaker
 from kvtier.manager.cascade import CascadeQueue, CascadeWhen
 from kvtier.manager.cpu import CPUOffloadingManager
-from kvtier.manager.promotions import TieringLimits, TierPace, Wish
+from kvtier.manager.promotions import PROBE_BLOCKS, TieringLimits, TierPace, Wish
 from kvtier.tier_interfaces import EpochStore, Tier, TierOutcome, TierStats
 
 _READY, _ARRIVING, _UNKNOWN, _ABSENT = Residency.READY, Residency.ARRIVING, Residency.UNKNOWN, Residency.ABSENT
@@ -100,6 +100,10 @@ class TieredOffloadingManager(OffloadingManager):
         self._num_cascading = 0
         self._wishes: dict[ReqContext, Wish] = {}
         """Of requests that wait for a promotion that has not begun, oldest first."""
+        self._candidates: dict[int, list[OffloadKey]] = {}
+        """Number of a slow tier -> blocks that were asked for: brought up now and then to see how long that takes."""
+        self._coming_from: dict[OffloadKey, int] = {}
+        """Block on its way up -> number of the tier that it comes from."""
         self._now_s = -math.inf
         self._recompute_blocks_per_s: float | None = None
         self._counters: Counter[str] = Counter()
@@ -107,6 +111,8 @@ class TieredOffloadingManager(OffloadingManager):
     # -- look-up ---------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if self._comes_too_slowly(key):
+            return False
         answer = self.ram.lookup(key, req_context)
         if answer is not False or self.ram.residency(key) is not _ABSENT:
             return answer
@@ -114,6 +120,8 @@ class TieredOffloadingManager(OffloadingManager):
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixLookup:
         num_ready, stopped_by = self.ram.lookup_prefix(keys, req_context)
+        if stopped_by is _ARRIVING and self._comes_too_slowly(keys[num_ready]):
+            return PrefixLookup(num_ready, _ABSENT)
         if num_ready == len(keys) or (stopped_by is _ABSENT and self.ram.residency(keys[num_ready]) is not _ABSENT):
             return PrefixLookup(num_ready, stopped_by)
         # what is behind a block on its way is wanted as well, and can be brought up meanwhile
@@ -193,6 +201,8 @@ class TieredOffloadingManager(OffloadingManager):
         self.ram.on_schedule_end()
         if self._wishes:
             self._plan_promotions()
+        for number in list(self._candidates):
+            self._probe(number)
         for number, queue in enumerate(self._queues):
             if queue:
                 self._cascade(number)
@@ -206,7 +216,8 @@ class TieredOffloadingManager(OffloadingManager):
     def still_waiting(self, req_context: ReqContext) -> bool:
         if req_context in self._wishes:
             return self.ram.defer(req_context)
-        return self.ram.still_waiting(req_context)
+        stuck_on = self.ram.stuck_on(req_context)
+        return stuck_on is not None and not self._comes_too_slowly(stuck_on)
 
     def worth_waiting(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
         return self.ram.worth_waiting(keys, req_context)
@@ -240,6 +251,7 @@ class TieredOffloadingManager(OffloadingManager):
         for queue in self._queues:
             queue.clear()
         self._wishes.clear()
+        self._candidates.clear()
         failure = ""
         epoch = 0
         try:
@@ -306,6 +318,9 @@ class TieredOffloadingManager(OffloadingManager):
         self.ram.check_invariants()
         for pace in self._paces:
             pace.tier.check_invariants()
+        on_their_way = {key for job in self._jobs.values() if job.is_promotion for key in job.keys}
+        if not on_their_way.issuperset(self._coming_from):
+            raise InvariantError("a block is said to be on its way up, and no job brings it")
         promoting = sum(len(job.keys) for job in self._jobs.values() if job.is_promotion)
         cascading = sum(len(job.keys) for job in self._jobs.values() if not job.is_promotion)
         if (promoting, cascading) != (self._num_promoting, self._num_cascading):
@@ -356,6 +371,11 @@ class TieredOffloadingManager(OffloadingManager):
             return _UNKNOWN
         if wish is None:
             wish = req_context._states[self] = Wish(req_context)
+        pace = self._paces[number]
+        if pace.is_slower(self._recompute_blocks_per_s):
+            self._decline(wish)
+            self._candidates.setdefault(number, []).append(key)
+            return _ABSENT
         wish.keys[key] = number
         self._wishes.setdefault(req_context, wish)
         return _ARRIVING
@@ -372,6 +392,24 @@ class TieredOffloadingManager(OffloadingManager):
                 continue  # its deadline has passed
             self._promote(wish, wanted, room)
 
+    def _comes_too_slowly(self, key: OffloadKey) -> bool:
+        """Whether this block is on its way up and computing it is quicker, for whoever did not wait until now. O(1)."""
+        number = self._coming_from.get(key)
+        return number is not None and self._paces[number].is_slower(self._recompute_blocks_per_s)
+
+    def _probe(self, number: int) -> None:
+        """Now and then brings up blocks from a slow tier, for nobody in particular."""
+        self._candidates[number] = candidates = self._candidates[number][-PROBE_BLOCKS:]
+        pace = self._paces[number]
+        room = self._max_promoting - self._num_promoting
+        if not pace.needs_probe or room < 1:
+            return
+        del self._candidates[number]
+        keys = [key for key in dict.fromkeys(candidates) if self.ram.residency(key) is _ABSENT]
+        if keys and pace.is_usable:
+            pace.begin_probe()
+            self._begin_promotion(number, keys[:room], None)
+
     def _promote(self, wish: Wish, wanted: dict[OffloadKey, int], room: int) -> None:
         """Begins promotions for one request, tier by tier; what is beyond `room` is asked for again when that has come.
 
@@ -383,21 +421,34 @@ class TieredOffloadingManager(OffloadingManager):
                 continue
             allowed = min(len(keys), room, self._max_of_request - wish.num_promoted)
             count = pace.num_worth_asking(allowed, self._recompute_blocks_per_s) if allowed > 0 else 0
+            if count is None:
+                wish.keys = wanted
+                self._wishes[wish.context] = wish
+                continue
             begun = self._begin_promotion(number, keys[:count], wish) if count else 0
             if not begun:
                 # its share is used up, or recomputing is sooner: waiting would be in vain
-                wish.declined = True
-                self._counters["declined_promotions"] += 1
+                self._decline(wish)
             wish.num_promoted += begun
             room -= begun
             if room < 1:
                 break
         arriving = next((key for key in wanted if self.ram.residency(key) is _ARRIVING), None)
         if arriving is not None:
+            if self._recompute_blocks_per_s is not None:
+                # a tier that turns out to be slower than expected then costs about twice what not asking it would have
+                self.ram.limit_wait(wish.context, len(wanted) / self._recompute_blocks_per_s)
             self.ram.lookup(arriving, wish.context)
 
-    def _begin_promotion(self, number: int, keys: list[OffloadKey], wish: Wish) -> int:
-        """Makes room in RAM and asks the tier for the leading `keys` that fit. Returns how many."""
+    def _decline(self, wish: Wish) -> None:
+        wish.declined = True
+        self._counters["declined_promotions"] += 1
+
+    def _begin_promotion(self, number: int, keys: list[OffloadKey], wish: Wish | None) -> int:
+        """Makes room in RAM and asks the tier for the leading `keys` that fit, for `wish` or for nobody.
+
+        Returns how many.
+        """
         job_id = self._new_job_id()
         context = _TierContext(f"promotion-{job_id}")
         output = self.ram.prepare_store_prefix(keys, context)
@@ -409,7 +460,9 @@ class TieredOffloadingManager(OffloadingManager):
         keys = output.keys_to_store
         self._jobs[job_id] = _Job(context, spec, keys, number, is_promotion=True, begin_by_s=begin_by_s)
         self._num_promoting += len(keys)
-        wish.brought.update(dict.fromkeys(keys, number))
+        self._coming_from.update(dict.fromkeys(keys, number))
+        if wish is not None:
+            wish.brought.update(dict.fromkeys(keys, number))
         pace.note_begun(len(keys), is_store=False)
         pace.tier.submit_load(job_id, keys, spec.slots)
         return len(keys)
@@ -474,6 +527,8 @@ class TieredOffloadingManager(OffloadingManager):
         if job.is_promotion:
             failed = [key for key, succeeded in zip(keys, outcome.succeeded, strict=True) if not succeeded]
             self._num_promoting -= len(keys)
+            for key in keys:
+                self._coming_from.pop(key, None)
             self.ram.complete_store(moved, job.context, spec=spec)
             self.ram.complete_store(failed, job.context, success=False, spec=spec)
             self.ram.on_request_finished(job.context)
