@@ -53,6 +53,8 @@ class DrivenProcess:
         environment = engine_environment(multiprocess, ranks)
         if ranks == 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = str(CORES[core % len(CORES)])
+        # vLLM kills what has not ended by then, and here other engines may spin on the same cores
+        environment["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = f"{PATIENCE_S:.0f}"
         arguments = {
             "engine": engine_arguments(model, num_blocks, **changes),
             "multiprocess": multiprocess,
