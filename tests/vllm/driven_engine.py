@@ -20,7 +20,7 @@ import threading
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from vllm_harness import prepare_process
+from vllm_harness import PATIENCE_S, prepare_process
 
 
 class DrivenEngine:
@@ -101,7 +101,7 @@ class DrivenEngine:
             self.say("aborted", request_id)
 
     def shutdown(self) -> None:
-        self._llm.engine_core.shutdown()
+        self._llm.engine_core.shutdown(timeout=PATIENCE_S)
 
 
 def read_commands(commands: SimpleQueue[list[Any] | None]) -> None:

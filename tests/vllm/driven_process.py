@@ -49,8 +49,12 @@ class DrivenProcess:
             module, _, name = connector.partition(":")
             names = {"kv_connector": name, "kv_connector_module_path": module}
             changes["kv_transfer_config"] = connector_arguments(settings) | names
-        environment = engine_environment(multiprocess)
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = str(CORES[core % len(CORES)])
+        ranks = changes.get("tensor_parallel_size", 1)
+        environment = engine_environment(multiprocess, ranks)
+        if ranks == 1:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = str(CORES[core % len(CORES)])
+        # vLLM kills what has not ended by then, and here other engines may spin on the same cores
+        environment["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = f"{PATIENCE_S:.0f}"
         arguments = {
             "engine": engine_arguments(model, num_blocks, **changes),
             "multiprocess": multiprocess,
