@@ -18,7 +18,7 @@ from kvtier import (
     make_offload_key,
 )
 from kvtier.keys import OffloadKey
-from kvtier.manager.promotions import PROBE_EVERY_S
+from kvtier.manager.pace import PROBE_EVERY_S
 from kvtier.tiers.memory import MemoryTier
 
 SLOT_BYTES = 64
