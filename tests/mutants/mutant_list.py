@@ -348,8 +348,8 @@ MUTANTS = [
     Mutant(
         "arc-ghost-to-t1",
         "policy/arc.py",
-        "                t2[key] = None\n            else:",
-        "                t1[key] = None\n            else:",
+        "                    t2[key] = None\n                else:\n                    t1",
+        "                    t1[key] = None\n                else:\n                    t1",
         "a ghost hit enters T1",
     ),
     Mutant(

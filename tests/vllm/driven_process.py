@@ -191,9 +191,9 @@ def pools_of(pid: int, pool_dir: Path | None = None) -> set[tuple[int, int]]:
     return pools
 
 
-def available_memory_bytes() -> int:
-    """MemAvailable."""
+def shared_memory_bytes() -> int:
+    """Shmem: what all RAM pools of the machine take, and other files in memory."""
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith("Shmem:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("no MemAvailable in /proc/meminfo")
+    raise AssertionError("no Shmem in /proc/meminfo")

@@ -461,7 +461,13 @@ class TieredOffloadingManager(OffloadingManager):
             self._note_removed(pace.tier)
 
     def _end(self, outcome: TierOutcome, pace: TierPace) -> None:
-        job = self._jobs.pop(outcome.job_id)
+        job = self._jobs.pop(outcome.job_id, None)
+        if job is None or len(outcome.succeeded) != len(job.keys):
+            # a tier that breaks its contract costs hits; what it said of other slots is not to be believed
+            self._counters["tier_reports_ignored"] += 1
+            if job is not None:
+                self._jobs[outcome.job_id] = job
+            return
         pace.note_outcome(outcome, job.is_cancelled)
         keys, spec = job.keys, job.spec
         moved = [key for key, succeeded in zip(keys, outcome.succeeded, strict=True) if succeeded]
