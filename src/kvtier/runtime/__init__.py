@@ -1,6 +1,6 @@
 """Configuration and composition: the only place where parts are wired together."""
 
-from kvtier.runtime.compose import Identity, Stack, build_manager, build_stack
+from kvtier.runtime.compose import Identity, Stack, build_manager, build_stack, open_disk
 from kvtier.runtime.config import DEFAULT_POLICY, Config, num_slots_for, parse_config
 from kvtier.runtime.disk import check_folders
 from kvtier.runtime.values import parse_size
@@ -14,6 +14,7 @@ __all__ = [
     "build_stack",
     "check_folders",
     "num_slots_for",
+    "open_disk",
     "parse_config",
     "parse_size",
 ]

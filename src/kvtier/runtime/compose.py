@@ -118,7 +118,7 @@ def build_stack(
     there is no tier that persists. Raises ConfigurationError for settings that cannot work. A disk that cannot be used
     now (in use, full, failing) is an error in the log, and RAM alone.
     """
-    tier = _open_disk(config.disk, pool, identity) if config.disk is not None and identity is not None else None
+    tier = open_disk(config.disk, pool, identity) if config.disk is not None else None
     if config.disk is None or tier is None:
         ram = build_manager(config, len(pool), enable_events)
         return Stack(ram, ram)
@@ -160,7 +160,11 @@ def _build_ram(config: Config, num_slots: int, enable_events: bool, store_thresh
     )
 
 
-def _open_disk(settings: DiskSettings, pool: npt.NDArray[np.uint8], identity: Identity) -> DiskTier | None:
+def open_disk(settings: DiskSettings, pool: npt.NDArray[np.uint8], identity: Identity | None) -> DiskTier | None:
+    """The disk tier, open over `pool`. None if that is not possible now (an error in the log says why), or nobody can
+    tell whose blocks these are. Raises ConfigurationError for settings that cannot work."""
+    if identity is None:
+        return None
     config = DiskConfig(
         paths=settings.paths,
         capacity_bytes=settings.capacity_bytes,

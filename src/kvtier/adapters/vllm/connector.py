@@ -235,6 +235,8 @@ class KVTierConnector(OffloadingConnector):
                 self._report(job_id, num_ranks, failed=job_id in failed_jobs)
             self._drop_unknown_to_vllm(meta)
         super().update_connector_output(connector_output)
+        # what has just been stored goes down now: an idle engine has no next step
+        self._manager.core.on_schedule_end()
 
     def _report(self, job_id: int, num_ranks: int, failed: bool) -> None:
         manager, jobs = self._manager, self._jobs

@@ -65,7 +65,7 @@ def identity_fields(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, wei
         "ranks": [parallel.world_size, parallel.tensor_parallel_size],
         "hash": [algorithm, DEFAULT_NONE_HASH_SEED if seed is None else seed],
         "engine": ["vllm", str(vllm.__version__)],
-        "device": _device(),
+        "device": device_layout(),
     }
 
 
@@ -122,7 +122,7 @@ def _rope_kinds(setting: Any) -> list[Any]:
     return kinds + [kind for inner in setting.values() for kind in _rope_kinds(inner)]
 
 
-def _device() -> list[Any]:
+def device_layout() -> list[Any]:
     """What decides how a backend lays out a block, beyond its own settings."""
     if current_platform.is_cpu():
         features = (torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported())

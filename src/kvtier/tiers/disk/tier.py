@@ -209,6 +209,11 @@ class DiskTier(Tier):
             del self._jobs[job.job_id]
         return [job.outcome() for job in ended]
 
+    @property
+    def num_open_jobs(self) -> int:
+        """Jobs whose outcome has not been polled. O(1)."""
+        return len(self._jobs)
+
     def cancel(self, job_id: int) -> None:
         job = self._jobs.get(job_id)
         if job is not None:
