@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from kvtier import (
 )
 from kvtier.keys import OffloadKey
 from kvtier.manager.pace import PROBE_EVERY_S
+from kvtier.tier_interfaces import TierOutcome
 from kvtier.tiers.memory import MemoryTier
 
 SLOT_BYTES = 64
@@ -409,3 +411,28 @@ def test_limits_out_of_range_are_refused(limits: dict[str, float]) -> None:
 def test_an_unknown_moment_to_cascade_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="cascade_when is 'never'; allowed: stored, reused"):
         TieredOffloadingManager(CPUOffloadingManager(4), [], cascade_when="never")
+
+
+def test_an_engine_with_long_steps_does_not_take_a_quick_tier_for_a_slow_one() -> None:
+    """16 blocks that took 8 ms are seen after a step of 500 ms, in which 50 could have been computed."""
+
+    class QuickTier(MemoryTier):
+        def poll(self) -> list[TierOutcome]:
+            return [replace(outcome, duration_s=0.008) for outcome in super().poll()]
+
+    tier = QuickTier(1000)
+    engine = Engine(64, [tier], limits=TieringLimits(request_share=1.0, promoting_share=1.0))
+    prompts = [keys_of(f"p{i}", 16) for i in range(4)]
+    for i, keys in enumerate(prompts):
+        engine.compute(f"store-{i}", keys)
+        engine.settle(10)
+    engine.compute("fill", keys_of("fill", 64))
+    engine.settle(20)
+    engine.manager.tell_recompute_rate(100.0)
+    for i, keys in enumerate(prompts):
+        engine.driver.add_request(f"again-{i}", keys)
+        assert engine.driver.match(f"again-{i}") is None
+        engine.step(0.5)
+        engine.step(0.5)
+        assert engine.driver.match(f"again-{i}") == 16
+        engine.driver.finish(f"again-{i}")

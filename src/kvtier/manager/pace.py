@@ -20,8 +20,10 @@ PROBE_EVERY_S = 30.0
 class TierPace:
     """What one lower tier delivers, and what it still owes. Decides whether asking it for more pays.
 
-    The rate is of blocks that arrived while something was on its way, so it knows queues, latency and bandwidth as
-    one; recent ones count most.
+    The rate is of blocks that arrived over the time in which something was on its way, so it knows queues, latency and
+    bandwidth as one; recent ones count most. That time is known twice, and both are upper bounds: what passed here
+    (which includes the rest of an engine's step, however long), and what the tier says that its jobs took (which counts
+    jobs side by side one by one). The lesser holds.
     """
 
     def __init__(self, tier: Tier, breaker: CircuitBreaker | None = None) -> None:
@@ -32,6 +34,10 @@ class TierPace:
         self._rate = Rate()
         self._now_s = -math.inf
         self._num_arrived = 0
+        self._took_s = 0.0
+        """By the tier's own account, all that has ended since the last look."""
+        self._passed_s = 0.0
+        """Here, with something on its way, since blocks arrived last."""
         self._asked_s = -math.inf
         self._progress_s = -math.inf
         """When the last block arrived, or the first of those pending was asked for."""
@@ -50,9 +56,12 @@ class TierPace:
     def observe(self, now_s: float) -> None:
         """Tells the time, after the outcomes until then were noted. O(1)."""
         if self.num_pending + self._num_arrived and self._now_s > -math.inf:
-            self._rate.note(self._num_arrived, now_s - self._now_s)
+            self._passed_s += now_s - self._now_s
         if self._num_arrived:
+            self._rate.note(self._num_arrived, min(self._took_s or math.inf, self._passed_s))
             self._progress_s = now_s
+            self._took_s = 0.0
+            self._passed_s = 0.0
         self._num_arrived = 0
         self._now_s = now_s
 
@@ -62,6 +71,8 @@ class TierPace:
         if not is_store:
             if not self.num_pending:
                 self._progress_s = self._now_s
+                self._took_s = 0.0
+                self._passed_s = 0.0
             self.num_pending += num_blocks
             self._asked_s = self._now_s
 
@@ -71,6 +82,7 @@ class TierPace:
         if not outcome.is_store:
             self.num_pending -= len(outcome.succeeded)
             self._num_arrived += num_arrived
+            self._took_s += outcome.duration_s
             self._is_probing = False
         kind = Transfer.STORE if outcome.is_store else Transfer.LOAD
         if num_arrived:

@@ -16,6 +16,7 @@ from kvtier.sim.transport import LinkSpeed, SimulatedTransport, TransportJob
 from kvtier.tier_interfaces import REASON_CANCELLED, REASON_CLOSED, REASON_RESET, Tier, TierOutcome, TierStats
 from kvtier.tiers.catalog import Place, TierCatalog
 from kvtier.tiers.jobs import ALREADY_STORING, NOT_THERE, OpenJob, check_submission
+from kvtier.transfers.jobs import TransferOutcome
 
 MAX_STORING_BLOCKS = 64
 """Wait to be written at most, as in a tier with a bounded queue; more are refused."""
@@ -51,7 +52,7 @@ class SimulatedTier(Tier):
             model.load_speed,
             model.store_speed,
             num_lanes=1,
-            on_outcome=lambda outcome: self._moved(outcome.job_id, outcome.success, clock.now_s),
+            on_outcome=lambda outcome: self._moved(outcome, clock.now_s),
         )
         self._jobs: dict[int, OpenJob] = {}
         self._moves: dict[int, tuple[OpenJob, int, Place]] = {}
@@ -150,14 +151,15 @@ class SimulatedTier(Tier):
         self._moves[self._num_moves] = (job, position, place)
         self._transport.submit(TransportJob(self._num_moves, job.is_store, self._block_bytes))
 
-    def _moved(self, number: int, success: bool, now_s: float) -> None:
-        job, position, place = self._moves.pop(number)
+    def _moved(self, outcome: TransferOutcome, now_s: float) -> None:
+        job, position, place = self._moves.pop(outcome.job_id)
+        success = outcome.success
         if job.is_store:
             success = self._catalog.end_store(place, success)
         else:
             success = self._catalog.end_load(place) and success
             self._catalog.counters["loaded_blocks" if success else "failed_load_blocks"] += 1
-        job.note_time(now_s, now_s)
+        job.note_time(now_s - outcome.duration_s, now_s)
         job.end_block(position, success, self._block_bytes, REASON_CANCELLED)
         self._end_if_over(job)
 
