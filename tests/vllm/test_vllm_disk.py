@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,38 @@ def test_where_a_hit_came_from_and_every_figure_is_declared(dense, restart):
     assert reported["vllm:kvtier_disk_loaded_bytes"] == 6 * BLOCK_BYTES
     assert reported["vllm:kvtier_disk_in_use"] == 1
     assert reported["vllm:kvtier_disk_ready_blocks"] == 24
+
+
+def test_a_disk_that_fails_costs_hits_and_nothing_else(dense, plain, restart, monkeypatch):
+    engine = restart()
+    prompts = [new_prompt(6 * BLOCK + 10) for _ in range(8)]
+    expected = plain(dense).answers(prompts)
+    for prompt in prompts:
+        engine.ask(prompt)
+    (tier,) = engine.manager.stack.tiers
+
+    def fail(*arguments: Any) -> int:
+        raise OSError(errno.EIO, "injected fault")
+
+    with monkeypatch.context() as faults:
+        faults.setattr(tier._files, "preadv", fail)
+        faults.setattr(tier._files, "pwritev", fail)
+        for prompt, answer in zip(prompts[:6], expected, strict=False):  # the last ones are in RAM
+            ask = engine.ask_afresh(prompt)
+            assert ask.tokens == answer
+            assert ask.num_cached == 0
+    figures = tier.get_stats().counters
+    assert figures["failed_load_blocks"] > 0
+    assert figures["failed_store_blocks"] > 0
+    assert engine.manager.counters["errors"] == 0
+    engine.clock.advance(120.0)  # the breaker's cooling down
+    tier._paused_until_s = 0.0
+    for _ in range(2):
+        for prompt, answer in zip(prompts, expected, strict=True):
+            ask = engine.ask_afresh(prompt)
+            assert ask.tokens == answer
+    assert ask.num_cached == 6 * BLOCK
+    assert from_disk(engine) > 0
 
 
 @pytest.fixture
