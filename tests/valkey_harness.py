@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -88,6 +90,50 @@ class ValkeyServer:
     def stop(self) -> None:
         self.kill()
         self._folder.cleanup()
+
+
+class SlowProxy:
+    """Between a client and a server: passes on `bytes_per_s` to each client at most; `passed_bytes` so far."""
+
+    def __init__(self, server_port: int, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.passed_bytes = 0
+        self._server_port = server_port
+        self._sockets: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def stop(self) -> None:
+        for sock in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self._sockets.append(client)
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._server_port))
+                except OSError:
+                    client.close()
+                    continue
+                self._sockets.append(server)
+                threading.Thread(target=self._pass_on, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(server, client, True), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(16 << 10):
+                if is_reply:
+                    time.sleep(len(data) / self.bytes_per_s)
+                target.sendall(data)
+                self.passed_bytes += len(data)
+        for sock in (source, target):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def make_tier(server_port: int, settings: dict[str, object] | None = None, **config: object) -> SharedTier:

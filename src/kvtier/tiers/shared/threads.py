@@ -67,6 +67,7 @@ class StoreThreads:
         self._answers: list[tuple[Identity, OffloadKey, bool]] = []
         self._down_reason = "not connected yet"
         self._is_suspect = False
+        self._backoff_s = 0.0
         self._said_reason = ""
         self._said_s = -float("inf")
         self._num_connects = 0
@@ -272,11 +273,12 @@ class StoreThreads:
 
     def _run_asking(self) -> None:
         use_every_core_of_this_process()
-        backoff_s = 0.0
         while not self._stopping.is_set():
             if self._down_reason:
-                self._stopping.wait(backoff_s * random.uniform(0.5, 1.0))
-                backoff_s = self._next_backoff_s(backoff_s) if self._reconnect() else 0.0
+                self._stopping.wait(self._backoff_s * random.uniform(0.5, 1.0))
+                limits = self._limits
+                self._backoff_s = min(max(2 * self._backoff_s, limits.min_backoff_s), limits.max_backoff_s)
+                self._reconnect()
                 continue
             with self._lock:
                 self._asking_ready.wait_for(self._has_questions)
@@ -321,26 +323,24 @@ class StoreThreads:
         failure = self._asking_line.run(operation, self._limits.lookup_timeout_s)
         if failure:
             self._note_loss(failure.reason)
+        else:
+            self._backoff_s = 0.0  # not at the connection already: the store may refuse what comes then
         return failure is None
 
     # -- up and down -----------------------------------------------------------------------------------------
 
-    def _reconnect(self) -> bool:
-        """Whether it did not work. On the thread that asks, or before there is one."""
+    def _reconnect(self) -> None:
+        """On the thread that asks, or before there is one."""
         failure = self._asking_line.connect(self._limits.connect_timeout_s)
         if failure:
             self._note_loss(failure.reason)
-            return True
+            return
         with self._lock:
             self._down_reason = ""
             self._num_connects += 1
             if self._said_reason:
                 logger.info("kvtier: %s is there again", self._store.place)
                 self._said_reason = ""
-        return False
-
-    def _next_backoff_s(self, backoff_s: float) -> float:
-        return min(max(2 * backoff_s, self._limits.min_backoff_s), self._limits.max_backoff_s)
 
     def _note_loss(self, reason: str) -> None:
         """The store is down: everything that waits for it fails now."""

@@ -82,8 +82,8 @@ class SharedTier(Tier):
     """See `Tier` for the contract and docs/decisions/valkey.md for what is kept where.
 
     **Asking.** `lookup` never waits: what is not known is asked for, once for all who ask, and UNKNOWN until the store
-    has answered, at most `lookup_timeout_s`. While the store is down everything is ABSENT, at once. Answers, and that
-    they grow old, are seen in `poll`.
+    has answered, at most `lookup_timeout_s`. While the store is down everything is ABSENT, at once. That, answers, and
+    that they grow old are seen in `poll`.
 
     **Room.** The store bounds itself, and says to nobody what it evicts: `capacity_blocks` is 0, and a READY block may
     turn out to be gone, which is a failed load. `ready_blocks` are those that this process has heard of lately.
@@ -120,6 +120,7 @@ class SharedTier(Tier):
         """By whether they are stores: blocks that the threads have."""
         self._removed: list[OffloadKey] = []
         self._counters: Counter[str] = Counter()
+        self._down_reason = ""
         self._num_connects = 0
         self._now_s = -float("inf")
         self._num_failures = 0
@@ -137,10 +138,11 @@ class SharedTier(Tier):
         self._threads = StoreThreads(self._store, self._limits(pool.shape[1]))
         self._now_s = self._clock()
         self._threads.start()
+        self._down_reason = self._threads.down_reason
         self._num_connects = self._threads.num_connects
         self._is_attached = True
         self._closed_reason = ""
-        if not self._threads.down_reason:
+        if not self._down_reason:
             logger.info("kvtier: shared tier in %s, %d connections", self._store.place, self.config.num_connections)
 
     def disable(self, reason: str) -> None:
@@ -166,7 +168,7 @@ class SharedTier(Tier):
     # -- look-up and recency ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[OffloadKey]) -> list[Residency]:
-        if self._closed_reason or self._threads.down_reason:
+        if self._closed_reason or self._down_reason:
             return [Residency.ABSENT] * len(keys)
         if self._storing:
             asked = [key for key in keys if key not in self._storing]
@@ -205,7 +207,7 @@ class SharedTier(Tier):
     def submit_load(self, job_id: int, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         check_submission(job_id, keys, slots, self._jobs, len(self._pool))
         job = self._jobs[job_id] = OpenJob(job_id, False, keys)
-        refusal = self._closed_reason or self._threads.down_reason
+        refusal = self._closed_reason or self._down_reason
         blocks = []
         for position, key in enumerate(keys):
             if refusal or not self._book.is_present(key):
@@ -217,11 +219,14 @@ class SharedTier(Tier):
     def poll(self) -> list[TierOutcome]:
         done, answers = self._threads.take_done()
         self._now_s = self._clock()
-        if self._num_connects != self._threads.num_connects:
-            self._num_connects = self._threads.num_connects
-            self._book.doubt_everything()
         for block in done:
             self._end(block)
+        self._down_reason = self._threads.down_reason  # first: else an old count could go with a new connection
+        num_connects = self._threads.num_connects
+        if self._num_connects != num_connects:  # it may be another store than before
+            self._num_connects = num_connects
+            self._book.doubt_everything()
+            self._num_failures, self._paused_until_s = 0, -float("inf")
         for identity, key, is_there in answers:
             if identity is self._identity and self._book.note_answer(key, is_there, self._now_s):
                 self._removed.append(key)
@@ -286,8 +291,8 @@ class SharedTier(Tier):
 
     @property
     def down_reason(self) -> str:
-        """Why the store cannot be reached now; empty while it can."""
-        return self._threads.down_reason
+        """Why the store could not be reached at the last `poll`; empty if it could."""
+        return self._down_reason
 
     def check_invariants(self) -> None:
         self._book.check_invariants()
@@ -315,7 +320,7 @@ class SharedTier(Tier):
 
     def _acceptable(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """The leading keys that there is room for."""
-        if self._closed_reason or self._threads.down_reason or self._clock() < self._paused_until_s:
+        if self._closed_reason or self._down_reason or self._clock() < self._paused_until_s:
             return []
         room = self.config.max_storing_bytes // self._pool.shape[1] - self._num_in_flight[True]
         accepted: list[OffloadKey] = []
