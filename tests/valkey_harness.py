@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -134,6 +136,45 @@ class SlowProxy:
         for sock in (source, target):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+
+class TlsProxy:
+    """Takes TLS connections for a server that speaks none. `certificate` and `key` are paths."""
+
+    def __init__(self, server_port: int, certificate: str, key: str) -> None:
+        self.port = free_port()
+        self._server_port = server_port
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._context.load_cert_chain(certificate, key)
+        self._loop = asyncio.new_event_loop()
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+        self._stopping = asyncio.Event()
+        self._thread.start()
+        assert self._is_up.wait(GIVE_UP_S)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(GIVE_UP_S)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._relay, "127.0.0.1", self.port, ssl=self._context)
+        self._is_up.set()
+        await self._stopping.wait()
+        server.close()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", self._server_port)
+        await asyncio.gather(_pump(reader, to_server), _pump(from_server, writer))
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
 
 
 def make_tier(server_port: int, settings: dict[str, object] | None = None, **config: object) -> SharedTier:

@@ -39,7 +39,8 @@ class BlockTransfer:
     identity: Identity
     buffer: npt.NDArray[np.uint8]
     """(block_bytes,) uint8: its RAM slot."""
-    queued_s: float
+    queued_s: float = 0.0
+    """As are all of its times: by `time.monotonic`, on the threads."""
     began: bool = False
     done: bool = False
     """It was moved, or will not be, and nothing of it is to be repeated."""

@@ -125,6 +125,9 @@ class StoreThreads:
         """Queues the blocks of one job."""
         if not blocks:
             return
+        now_s = time.monotonic()
+        for block in blocks:
+            block.queued_s = now_s
         with self._lock:
             if self._down_reason:
                 self._fail(blocks, self._down_reason)

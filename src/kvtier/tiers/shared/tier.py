@@ -332,7 +332,7 @@ class SharedTier(Tier):
         return accepted
 
     def _block(self, job: OpenJob, position: int, slot: int) -> BlockTransfer:
-        return BlockTransfer(job, position, job.keys[position], self._identity, self._pool[slot], self._clock())
+        return BlockTransfer(job, position, job.keys[position], self._identity, self._pool[slot])
 
     def _submit(self, blocks: list[BlockTransfer]) -> None:
         if blocks:

@@ -81,7 +81,10 @@ def parse_valkey_url(url: str) -> ValkeyConfig:
     if not has_scheme or scheme not in SCHEMES:
         shown = repr(scheme) if has_scheme else "missing"
         raise ConfigurationError(f"the scheme of a Valkey URL is {shown}; allowed: {', '.join(SCHEMES)}")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigurationError(f"a {scheme}:// URL is malformed; allowed: {scheme}://HOST:PORT") from None
     if parts.password is not None:
         raise ConfigurationError(
             f"a {scheme}:// URL has a password in it; allowed: password_env=VARIABLE or password_file=PATH"
