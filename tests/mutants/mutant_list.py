@@ -23,6 +23,8 @@ _FILTER = "manager/reuse_filter.py"
 _JOBS = "manager/jobs.py"
 _REQUESTS = "manager/requests.py"
 _ROOM = "manager/room.py"
+_TIERED = "manager/tiered.py"
+_TRANSFERS = "manager/tier_transfers.py"
 
 MUTANTS = [
     # pins
@@ -95,8 +97,8 @@ MUTANTS = [
     Mutant(
         "still-waiting-for-ever",
         _CPU,
-        "            return False\n        return self._may_wait_for_stores(request)\n",
-        "            return False\n        return True\n",
+        "return request.stuck_key if self._may_wait_for_stores(request) else None",
+        "return request.stuck_key",
         "the short answer to a deferred request knows no deadline",
     ),
     Mutant(
@@ -358,5 +360,48 @@ MUTANTS = [
         "victims = least_recent(self._queue, count, protected)",
         "victims = least_recent(self._queue, count)",
         "the policy gives away what it was told to keep",
+    ),
+    # tiers below RAM
+    Mutant(
+        "failed-promotion-is-ready",
+        _TRANSFERS,
+        "self._ram.complete_store(failed, job.context, success=False, spec=job.spec)",
+        "self._ram.complete_store(failed, job.context, spec=job.spec)",
+        "what a tier could not bring up is found in RAM",
+    ),
+    Mutant(
+        "cascade-pins-for-ever",
+        _TRANSFERS,
+        "        self._ram.complete_load(job.keys, job.context, spec=job.spec)\n",
+        "",
+        "a block that went down stays pinned in RAM",
+    ),
+    Mutant(
+        "refused-cascade-pins",
+        _TRANSFERS,
+        "            self._ram.complete_load(keys[num_accepted:], context, spec=spec)\n",
+        "            pass\n",
+        "a block that a tier refused stays pinned in RAM",
+    ),
+    Mutant(
+        "second-report-counts",
+        _TRANSFERS,
+        "        del self._jobs[outcome.job_id]\n",
+        "",
+        "a tier's second report of a job is believed",
+    ),
+    Mutant(
+        "promotions-uncounted",
+        _TRANSFERS,
+        "            self.num_promoting -= len(job.keys)\n",
+        "",
+        "room that promotions took never comes back",
+    ),
+    Mutant(
+        "reset-spares-tiers",
+        _TIERED,
+        "removed = pace.tier.reset(epoch)",
+        "removed = []",
+        "blocks of other weights are brought up",
     ),
 ]

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier import (
     CPUOffloadingManager,
+    ReqContext,
     RequestDriver,
     Residency,
     TieredOffloadingManager,
@@ -31,9 +32,7 @@ RAM_BLOCKS = 8
 BYTES = 16
 DEADLINE_S = 3.0
 MAX_STEP_S = 1.0
-FAULTS = TierFaults(
-    refuse=0.1, fail=0.1, fail_some=0.1, stall=0.2, delay=0.2, reorder=0.2, duplicate=0.2, longest_polls=5
-)
+FAULTS = TierFaults(refuse=0.1, fail=0.1, fail_some=0.1, stall=0.2, delay=0.2, reorder=0.2, duplicate=0.2)
 PROMPTS = [
     [make_offload_key(f"{name}{'' if depth < 2 else branch}-{depth}".encode().ljust(32, b"."), 0) for depth in range(6)]
     for name in "ab"
@@ -92,7 +91,9 @@ class Machine(RuleBasedStateMachine):
         sizes=st.lists(st.integers(2, 24), min_size=1, max_size=2),
         shares=st.sampled_from([0.25, 0.5, 1.0]),
         queue=st.sampled_from([None, 1, 3]),
-        faults=st.sampled_from([TierFaults(), *(replace(FAULTS, seed=number) for number in range(4))]),
+        faults=st.sampled_from(
+            [TierFaults(), *(replace(FAULTS, seed=n, longest_polls=(5, 100)[n % 2]) for n in range(4))]
+        ),
     )
     def build(self, sizes: list[int], shares: float, queue: int | None, faults: TierFaults) -> None:
         self.pool = np.zeros((RAM_BLOCKS, BYTES), np.uint8)
@@ -228,6 +229,16 @@ class Machine(RuleBasedStateMachine):
             assert held <= RAM_BLOCKS
             for tier in self.manager.tier_stats():
                 assert tier.ready_blocks + tier.storing_blocks <= tier.capacity_blocks
+
+    @invariant()
+    def what_ram_has_are_the_right_bytes(self) -> None:
+        if not hasattr(self, "manager") or not (keys := self.manager.ram.ready_keys()):
+            return
+        inspector = ReqContext("inspector")
+        spec = self.manager.ram.prepare_load(keys, inspector)
+        for key, slot in zip(keys, spec.slots, strict=True):
+            assert (self.pool[slot] == self.bytes_of(key, self.weights)).all(), "a block of other bytes is ready"
+        self.manager.ram.complete_load(keys, inspector, spec=spec)
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):

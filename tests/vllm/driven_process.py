@@ -42,9 +42,13 @@ class DrivenProcess:
         connector: str = "kvtier.adapters.vllm:KVTierConnector",
         multiprocess: bool = False,
         core: int = 0,
+        temporary: Path | None = None,
         **changes: Any,
     ) -> None:
-        """`settings` None: plain vLLM. `connector` is module:class; modules next to the tests are found too."""
+        """`settings` None: plain vLLM. `connector` is module:class; modules next to the tests are found too.
+
+        `temporary` is where its processes put temporary files (sockets too: a short name).
+        """
         if settings is not None:
             module, _, name = connector.partition(":")
             names = {"kv_connector": name, "kv_connector_module_path": module}
@@ -55,6 +59,8 @@ class DrivenProcess:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = str(CORES[core % len(CORES)])
         # vLLM kills what has not ended by then, and here other engines may spin on the same cores
         environment["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = f"{PATIENCE_S:.0f}"
+        if temporary is not None:
+            environment["TMPDIR"] = str(temporary)
         arguments = {
             "engine": engine_arguments(model, num_blocks, **changes),
             "multiprocess": multiprocess,

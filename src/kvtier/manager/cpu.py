@@ -290,12 +290,7 @@ class CPUOffloadingManager(OffloadingManager):
     # -- waiting and time ------------------------------------------------------------------------------------
 
     def still_waiting(self, req_context: ReqContext) -> bool:
-        request: RequestState | None = req_context._states.get(self)
-        if request is None or request.stuck_key not in self._in_flight:
-            return False
-        if self.breaker is not None and self.breaker.is_shut:
-            return False
-        return self._may_wait_for_stores(request)
+        return self.stuck_on(req_context) is not None
 
     def worth_waiting(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
         if self._cost.recompute_blocks_per_s is None or not self._in_flight:
@@ -370,6 +365,20 @@ class CPUOffloadingManager(OffloadingManager):
     def has_reuse_filter(self) -> bool:
         """Whether stores have to be offered more than once."""
         return self._filter is not None
+
+    def stuck_on(self, req_context: ReqContext) -> OffloadKey | None:
+        """The block in flight that the request was told to wait for and still has to; None: it need not wait. O(1)."""
+        request: RequestState | None = req_context._states.get(self)
+        if request is None or request.stuck_key not in self._in_flight:
+            return None
+        if self.breaker is not None and self.breaker.is_shut:
+            return None
+        return request.stuck_key if self._may_wait_for_stores(request) else None
+
+    def limit_wait(self, req_context: ReqContext, patience_s: float) -> None:
+        """The request waits for blocks in flight no longer than this from now: later, computing is cheaper."""
+        request = self._request(req_context)
+        request.patient_until_s = min(request.patient_until_s, self._now_s + patience_s)
 
     def ready_keys(self) -> list[OffloadKey]:
         """Every block that can be loaded, oldest store first. The caller owns the list. O(capacity)."""
