@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
 
 _BLOCKS = "index/blocks.py"
 _CPU = "manager/cpu.py"
+_QUERIES = "manager/queries.py"
 _BREAKER = "manager/breaker.py"
 _COMPLETIONS = "manager/completions.py"
 _DRIVER = "manager/driver.py"
@@ -73,8 +74,8 @@ MUTANTS = [
     Mutant(
         "prefix-evicted-first",
         _CPU,
-        "self.policy.settle(reversed(request.accessed), request.inserted)",
-        "self.policy.settle(request.accessed, request.inserted)",
+        "self._order.settle(reversed(request.accessed), request.inserted)",
+        "self._order.settle(request.accessed, request.inserted)",
         "the beginning of a prompt leaves before its end",
     ),
     # waiting
@@ -94,7 +95,7 @@ MUTANTS = [
     ),
     Mutant(
         "still-waiting-for-ever",
-        _CPU,
+        _QUERIES,
         "            return False\n        return self._may_wait_for_stores(request)\n",
         "            return False\n        return True\n",
         "the short answer to a deferred request knows no deadline",
@@ -123,7 +124,7 @@ MUTANTS = [
     # looking up
     Mutant(
         "arriving-is-ready",
-        _CPU,
+        _QUERIES,
         "takewhile(self._ready.__contains__, keys)",
         "takewhile(self.policy.__contains__, keys)",
         "a block that is being written counts as ready",
@@ -202,7 +203,7 @@ MUTANTS = [
     Mutant(
         "reaped-stay-in-policy",
         _CPU,
-        "            self.policy.remove(overdue)\n",
+        "            self._order.remove(overdue)\n",
         "",
         "the policy can evict what was reaped",
     ),
@@ -238,7 +239,7 @@ MUTANTS = [
     Mutant(
         "failed-stay-in-policy",
         _CPU,
-        "            self.policy.remove(failed)\n",
+        "            self._order.remove(failed)\n",
         "",
         "the policy can evict what failed",
     ),
@@ -274,7 +275,7 @@ MUTANTS = [
     Mutant(
         "reset-keeps-blocks",
         _CPU,
-        "        self._index.drop(list(self._ready))\n        self._index.renew_free_order()\n        self.policy.",
+        "        self._index.drop(list(self._ready))\n        self._index.renew_free_order()\n        self._order.",
         "        self._counters.copy().",
         "what was reset is still found",
     ),
@@ -332,7 +333,7 @@ MUTANTS = [
     ),
     Mutant(
         "loads-while-shut",
-        _CPU,
+        _QUERIES,
         "            return PrefixLookup(0, _ABSENT)\n        num_ready",
         "            pass\n        num_ready",
         "blocks of a tier that is shut off are found",
