@@ -21,7 +21,7 @@ from kvtier import (
 )
 from kvtier.keys import OffloadKey
 from kvtier.runtime import Identity, Stack, build_stack, parse_config
-from kvtier.tiers.disk import WeightEpochs
+from kvtier.tiers.disk import FileEpochStore, WeightEpochs
 
 SLOT_BYTES = 4096
 NUM_SLOTS = 16
@@ -304,3 +304,15 @@ def test_epochs_at_the_opening_are_even_and_after_a_reset_odd(found: int) -> Non
     assert seen[2] < seen[4], "an epoch that was current before"
     next_process = WeightEpochs(store)
     assert next_process.current() > seen[-1]
+
+
+def test_a_rank_that_has_slept_through_resets_does_not_take_the_epoch_back(tmp_path: Path) -> None:
+    path = str(tmp_path / "epoch")
+    first, second = FileEpochStore(path), FileEpochStore(path, rank=1)
+    assert first.current() == second.current()
+    seen = {first.current()}
+    for store in (first, first, second, first, second, second):
+        epoch = store.advance()
+        assert epoch > max(seen)
+        seen.add(epoch)
+    assert FileEpochStore(path).current() == max(seen)
