@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
 
 _BLOCKS = "index/blocks.py"
 _CPU = "manager/cpu.py"
+_QUERIES = "manager/queries.py"
 _BREAKER = "manager/breaker.py"
 _COMPLETIONS = "manager/completions.py"
 _DRIVER = "manager/driver.py"
@@ -75,8 +76,8 @@ MUTANTS = [
     Mutant(
         "prefix-evicted-first",
         _CPU,
-        "self.policy.settle(reversed(request.accessed), request.inserted)",
-        "self.policy.settle(request.accessed, request.inserted)",
+        "self._order.settle(reversed(request.accessed), request.inserted)",
+        "self._order.settle(request.accessed, request.inserted)",
         "the beginning of a prompt leaves before its end",
     ),
     # waiting
@@ -96,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "still-waiting-for-ever",
-        _CPU,
+        _QUERIES,
         "return request.stuck_key if self._may_wait_for_stores(request) else None",
         "return request.stuck_key",
         "the short answer to a deferred request knows no deadline",
@@ -125,7 +126,7 @@ MUTANTS = [
     # looking up
     Mutant(
         "arriving-is-ready",
-        _CPU,
+        _QUERIES,
         "takewhile(self._ready.__contains__, keys)",
         "takewhile(self.policy.__contains__, keys)",
         "a block that is being written counts as ready",
@@ -204,7 +205,7 @@ MUTANTS = [
     Mutant(
         "reaped-stay-in-policy",
         _CPU,
-        "            self.policy.remove(overdue)\n",
+        "            self._order.remove(overdue)\n",
         "",
         "the policy can evict what was reaped",
     ),
@@ -240,7 +241,7 @@ MUTANTS = [
     Mutant(
         "failed-stay-in-policy",
         _CPU,
-        "            self.policy.remove(failed)\n",
+        "            self._order.remove(failed)\n",
         "",
         "the policy can evict what failed",
     ),
@@ -276,7 +277,7 @@ MUTANTS = [
     Mutant(
         "reset-keeps-blocks",
         _CPU,
-        "        self._index.drop(list(self._ready))\n        self._index.renew_free_order()\n        self.policy.",
+        "        self._index.drop(list(self._ready))\n        self._index.renew_free_order()\n        self._order.",
         "        self._counters.copy().",
         "what was reset is still found",
     ),
@@ -334,7 +335,7 @@ MUTANTS = [
     ),
     Mutant(
         "loads-while-shut",
-        _CPU,
+        _QUERIES,
         "            return PrefixLookup(0, _ABSENT)\n        num_ready",
         "            pass\n        num_ready",
         "blocks of a tier that is shut off are found",
