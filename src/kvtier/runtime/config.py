@@ -18,8 +18,8 @@ from kvtier.errors import ConfigurationError
 from kvtier.manager.breaker import DEFAULT_COOLDOWN_S, DEFAULT_FAILURES, DEFAULT_MAX_COOLDOWN_S
 from kvtier.policy import POLICIES
 
-DEFAULT_POLICY = "arc"
-"""What adapters and the command line use unless told otherwise: see docs/decisions/default-policy.md."""
+DEFAULT_POLICY = "adaptive"
+"""What adapters and the command line use unless told otherwise: see docs/decisions/eviction.md."""
 
 _UNITS = {
     "": 1,
