@@ -54,8 +54,10 @@ bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside
 	$(BIN)/python benchmarks/copies.py
 	$(BIN)/python benchmarks/disk.py --dir $(or $(DISK),/var/tmp)
 
-soak: $(VENV)/.dev  ## ten million operations of the simulation (minutes)
+soak: $(VENV)/.engine  ## ten million simulated operations, long state machines, twenty kills of a real engine (an hour)
 	$(BIN)/kvtier simulate --seeds 0:9100 --timings
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest --timeout 3600 tests/stateful
+	KVTIER_SOAK=1 $(BIN)/python -m pytest tests/vllm/test_vllm_chaos.py tests/vllm/test_vllm_kill.py
 
 clean:  ## removes the virtual environment and caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing import SimulatedFileSystem, TierConformance
+from kvtier.testing import FaultyTier, SimulatedFileSystem, TierConformance, TierFaults
 from kvtier.tier_interfaces import Tier
 from kvtier.tiers.disk import DiskConfig, DiskTier, FileEpochStore
 from kvtier.tiers.disk.filesystem import FileSystem
@@ -26,6 +26,15 @@ class TestMemoryTierBlockByBlock(TierConformance):
 
     def make_tier(self, capacity_blocks: int) -> Tier:
         return MemoryTier(capacity_blocks, "arc", blocks_per_poll=1)
+
+
+class TestTierThatReportsLate(TierConformance):
+    """The wrapper with faults that the contract allows is a tier like any other."""
+
+    slot_bytes = 64
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        return FaultyTier(MemoryTier(capacity_blocks), TierFaults(seed=5, delay=0.4, reorder=0.4))
 
 
 class DiskConformance(TierConformance):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.runtime import disk
 from kvtier.runtime.config import _KEYS, parse_config
 
 README = Path(__file__).parents[2] / "README.md"
@@ -39,6 +40,18 @@ def test_every_setting_is_in_the_table_with_its_default(text: str) -> None:
                 "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default).lower()
             )
             assert rows[key].strip("`") == ("1" if key == "blocks_per_chunk" else shown), key
+
+
+def test_every_setting_of_the_disk_is_in_its_table_with_its_default(text: str) -> None:
+    table = text[text.index("| key of `disk` |") :].split("\n\n", maxsplit=1)[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table, re.MULTILINE))
+    assert rows.keys() == disk._KEYS.keys()
+    required = {key for key, default in rows.items() if default == "required"}
+    assert required == {"path", "capacity"}
+    shown = {key: default for key, default in rows.items() if key not in required and default != "none"}
+    shown["direct"] = shown["direct"] == "true"
+    given = {"path": "/a", "capacity": 1}
+    assert disk.parse_disk({**given, **shown}) == disk.parse_disk(given)
 
 
 def test_every_file_that_is_linked_exists(text: str) -> None:

@@ -55,7 +55,19 @@ def policy_machine():
         run(PolicyMachine, number, policy_class=policy_class, reference_class=reference_class)
 
 
-FINDERS = {"driver machine": driver_machine, "manager machine": manager_machine, "policy machine": policy_machine}
+def tiered_machine():
+    from test_tiered_machine import Machine
+
+    run(Machine, 1, policy_name="lru", cascade_when="stored")
+    run(Machine, 2, policy_name="arc", cascade_when="reused")
+
+
+FINDERS = {
+    "driver machine": driver_machine,
+    "manager machine": manager_machine,
+    "policy machine": policy_machine,
+    "tiered machine": tiered_machine,
+}
 
 
 def main(name):

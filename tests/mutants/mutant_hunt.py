@@ -91,11 +91,19 @@ def read_table() -> dict[str, list[str]]:
     return {row[0].strip("`"): row[3].split(", ") for row in rows}
 
 
+def can_find(finder: str, mutant: Mutant) -> bool:
+    """Whether the finder drives the module that the mutant is in: the others need not be asked."""
+    is_tiered = mutant.module in ("manager/tiered.py", "manager/tier_transfers.py", "manager/promotions.py")
+    if finder == "policy machine":
+        return mutant.module.startswith("policy/")
+    return is_tiered == (finder == "tiered machine")
+
+
 def find(mutant: Mutant) -> list[str]:
     """Every finder that finds it, and one line for each on the terminal."""
     found_by = []
     for finder in finders():
-        if finder == "policy machine" and not mutant.module.startswith("policy/"):
+        if not can_find(finder, mutant):
             continue
         with tempfile.TemporaryDirectory() as folder:
             ended = hunt(finder, apply(mutant, Path(folder)))

@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
 
 _BLOCKS = "index/blocks.py"
 _CPU = "manager/cpu.py"
+_QUERIES = "manager/queries.py"
 _BREAKER = "manager/breaker.py"
 _COMPLETIONS = "manager/completions.py"
 _DRIVER = "manager/driver.py"
@@ -23,6 +24,8 @@ _FILTER = "manager/reuse_filter.py"
 _JOBS = "manager/jobs.py"
 _REQUESTS = "manager/requests.py"
 _ROOM = "manager/room.py"
+_TIERED = "manager/tiered.py"
+_TRANSFERS = "manager/tier_transfers.py"
 
 MUTANTS = [
     # pins
@@ -73,8 +76,8 @@ MUTANTS = [
     Mutant(
         "prefix-evicted-first",
         _CPU,
-        "self.policy.settle(reversed(request.accessed), request.inserted)",
-        "self.policy.settle(request.accessed, request.inserted)",
+        "self._order.settle(reversed(request.accessed), request.inserted)",
+        "self._order.settle(request.accessed, request.inserted)",
         "the beginning of a prompt leaves before its end",
     ),
     # waiting
@@ -94,9 +97,9 @@ MUTANTS = [
     ),
     Mutant(
         "still-waiting-for-ever",
-        _CPU,
-        "            return False\n        return self._may_wait_for_stores(request)\n",
-        "            return False\n        return True\n",
+        _QUERIES,
+        "return request.stuck_key if self._may_wait_for_stores(request) else None",
+        "return request.stuck_key",
         "the short answer to a deferred request knows no deadline",
     ),
     Mutant(
@@ -123,7 +126,7 @@ MUTANTS = [
     # looking up
     Mutant(
         "arriving-is-ready",
-        _CPU,
+        _QUERIES,
         "takewhile(self._ready.__contains__, keys)",
         "takewhile(self.policy.__contains__, keys)",
         "a block that is being written counts as ready",
@@ -202,7 +205,7 @@ MUTANTS = [
     Mutant(
         "reaped-stay-in-policy",
         _CPU,
-        "            self.policy.remove(overdue)\n",
+        "            self._order.remove(overdue)\n",
         "",
         "the policy can evict what was reaped",
     ),
@@ -238,7 +241,7 @@ MUTANTS = [
     Mutant(
         "failed-stay-in-policy",
         _CPU,
-        "            self.policy.remove(failed)\n",
+        "            self._order.remove(failed)\n",
         "",
         "the policy can evict what failed",
     ),
@@ -274,7 +277,7 @@ MUTANTS = [
     Mutant(
         "reset-keeps-blocks",
         _CPU,
-        "        self._index.drop(list(self._ready))\n        self._index.renew_free_order()\n        self.policy.",
+        "        self._index.drop(list(self._ready))\n        self._index.renew_free_order()\n        self._order.",
         "        self._counters.copy().",
         "what was reset is still found",
     ),
@@ -332,7 +335,7 @@ MUTANTS = [
     ),
     Mutant(
         "loads-while-shut",
-        _CPU,
+        _QUERIES,
         "            return PrefixLookup(0, _ABSENT)\n        num_ready",
         "            pass\n        num_ready",
         "blocks of a tier that is shut off are found",
@@ -348,8 +351,8 @@ MUTANTS = [
     Mutant(
         "arc-ghost-to-t1",
         "policy/arc.py",
-        "                t2[key] = None\n            else:",
-        "                t1[key] = None\n            else:",
+        "                    t2[key] = None\n                else:\n                    t1",
+        "                    t1[key] = None\n                else:\n                    t1",
         "a ghost hit enters T1",
     ),
     Mutant(
@@ -358,5 +361,48 @@ MUTANTS = [
         "victims = least_recent(self._queue, count, protected)",
         "victims = least_recent(self._queue, count)",
         "the policy gives away what it was told to keep",
+    ),
+    # tiers below RAM
+    Mutant(
+        "failed-promotion-is-ready",
+        _TRANSFERS,
+        "self._ram.complete_store(failed, job.context, success=False, spec=job.spec)",
+        "self._ram.complete_store(failed, job.context, spec=job.spec)",
+        "what a tier could not bring up is found in RAM",
+    ),
+    Mutant(
+        "cascade-pins-for-ever",
+        _TRANSFERS,
+        "        self._ram.complete_load(job.keys, job.context, spec=job.spec)\n",
+        "",
+        "a block that went down stays pinned in RAM",
+    ),
+    Mutant(
+        "refused-cascade-pins",
+        _TRANSFERS,
+        "            self._ram.complete_load(keys[num_accepted:], context, spec=spec)\n",
+        "            pass\n",
+        "a block that a tier refused stays pinned in RAM",
+    ),
+    Mutant(
+        "second-report-counts",
+        _TRANSFERS,
+        "        del self._jobs[outcome.job_id]\n",
+        "",
+        "a tier's second report of a job is believed",
+    ),
+    Mutant(
+        "promotions-uncounted",
+        _TRANSFERS,
+        "            self.num_promoting -= len(job.keys)\n",
+        "",
+        "room that promotions took never comes back",
+    ),
+    Mutant(
+        "reset-spares-tiers",
+        _TIERED,
+        "removed = pace.tier.reset(epoch)",
+        "removed = []",
+        "blocks of other weights are brought up",
     ),
 ]

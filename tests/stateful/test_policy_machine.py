@@ -5,11 +5,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvtier import ARCCachePolicy, LRUCachePolicy
-from kvtier.testing import ReferenceARC, ReferenceLRU, make_keys
+from kvtier.policy import ARCCachePolicy, LRU2CachePolicy, LRUCachePolicy, S3FIFOCachePolicy
+from kvtier.testing import ReferenceARC, ReferenceLRU, ReferenceLRU2, ReferenceS3FIFO, make_keys
 from kvtier.testing.observe import policy_state
 
-POLICIES = [(LRUCachePolicy, ReferenceLRU), (ARCCachePolicy, ReferenceARC)]
+POLICIES = {
+    "lru": (LRUCachePolicy, ReferenceLRU),
+    "arc": (ARCCachePolicy, ReferenceARC),
+    "lru2": (LRU2CachePolicy, ReferenceLRU2),
+    "s3fifo": (S3FIFOCachePolicy, ReferenceS3FIFO),
+}
 CAPACITY = 7
 KEYS = make_keys(18)
 
@@ -73,8 +78,8 @@ class PolicyMachine(RuleBasedStateMachine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("policy", POLICIES, ids=["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_policy_agrees_with_its_reference(policy):
-    policy_class, reference_class = policy
+    policy_class, reference_class = POLICIES[policy]
     machine = type("Machine", (PolicyMachine,), {"policy_class": policy_class, "reference_class": reference_class})
     run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50))

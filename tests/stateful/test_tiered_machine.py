@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier import (
     CPUOffloadingManager,
+    ReqContext,
     RequestDriver,
     Residency,
     TieredOffloadingManager,
@@ -22,6 +24,7 @@ from kvtier import (
 from kvtier.keys import OffloadKey
 from kvtier.manager import LoadPlan, StorePlan
 from kvtier.policy import POLICIES
+from kvtier.testing import FaultyTier, TierFaults
 from kvtier.tier_interfaces import TierOutcome
 from kvtier.tiers.memory import MemoryTier
 
@@ -29,6 +32,7 @@ RAM_BLOCKS = 8
 BYTES = 16
 DEADLINE_S = 3.0
 MAX_STEP_S = 1.0
+FAULTS = TierFaults(refuse=0.1, fail=0.1, fail_some=0.1, stall=0.2, delay=0.2, reorder=0.2, duplicate=0.2)
 PROMPTS = [
     [make_offload_key(f"{name}{'' if depth < 2 else branch}-{depth}".encode().ljust(32, b"."), 0) for depth in range(6)]
     for name in "ab"
@@ -87,16 +91,20 @@ class Machine(RuleBasedStateMachine):
         sizes=st.lists(st.integers(2, 24), min_size=1, max_size=2),
         shares=st.sampled_from([0.25, 0.5, 1.0]),
         queue=st.sampled_from([None, 1, 3]),
+        faults=st.sampled_from(
+            [TierFaults(), *(replace(FAULTS, seed=n, longest_polls=(5, 100)[n % 2]) for n in range(4))]
+        ),
     )
-    def build(self, sizes: list[int], shares: float, queue: int | None) -> None:
+    def build(self, sizes: list[int], shares: float, queue: int | None, faults: TierFaults) -> None:
         self.pool = np.zeros((RAM_BLOCKS, BYTES), np.uint8)
         self.tiers = [ScribblingTier(size, max_storing_blocks=queue, blocks_per_poll=2) for size in sizes]
-        for tier in self.tiers:
+        self.faulty = [FaultyTier(tier, faults) for tier in self.tiers]
+        for tier in self.faulty:
             tier.attach(self.pool)
         ram = CPUOffloadingManager(RAM_BLOCKS, self.policy_name, deadline_s=DEADLINE_S, store_timeout_s=10.0)
         limits = TieringLimits(promoting_share=shares, request_share=1.0, cascading_share=0.5)
         self.manager = TieredOffloadingManager(
-            ram, self.tiers, limits=limits, cascade_when=self.cascade_when, epochs=Epochs()
+            ram, self.faulty, limits=limits, cascade_when=self.cascade_when, epochs=Epochs()
         )
         self.driver = RequestDriver(self.manager)
         self.driver.advance(self.now_s)
@@ -197,6 +205,10 @@ class Machine(RuleBasedStateMachine):
     def tier_loses_a_block(self, tier: int, prompt: int, depth: int) -> None:
         self.tiers[tier % len(self.tiers)].drop([PROMPTS[prompt][depth]])
 
+    @rule(tier=st.integers(0, 1), is_dead=st.booleans())
+    def tier_dies_or_comes_back(self, tier: int, is_dead: bool) -> None:
+        self.faulty[tier % len(self.faulty)].dead = is_dead
+
     @rule(rate=st.sampled_from([None, 0.5, 10.0, 1e4]))
     def engine_is_measured(self, rate: float | None) -> None:
         self.manager.tell_recompute_rate(rate)
@@ -218,6 +230,16 @@ class Machine(RuleBasedStateMachine):
             for tier in self.manager.tier_stats():
                 assert tier.ready_blocks + tier.storing_blocks <= tier.capacity_blocks
 
+    @invariant()
+    def what_ram_has_are_the_right_bytes(self) -> None:
+        if not hasattr(self, "manager") or not (keys := self.manager.ram.ready_keys()):
+            return
+        inspector = ReqContext("inspector")
+        spec = self.manager.ram.prepare_load(keys, inspector)
+        for key, slot in zip(keys, spec.slots, strict=True):
+            assert (self.pool[slot] == self.bytes_of(key, self.weights)).all(), "a block of other bytes is ready"
+        self.manager.ram.complete_load(keys, inspector, spec=spec)
+
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
             return
@@ -225,6 +247,9 @@ class Machine(RuleBasedStateMachine):
             self.transfer_ends(0, True)
         for name in list(self.requests):
             self.driver.finish(name)
+        for faulty in self.faulty:
+            faulty.dead = False
+            faulty.faults_off()
         for tier in self.tiers:
             tier.blocks_per_poll = None
             tier.max_storing_blocks = None

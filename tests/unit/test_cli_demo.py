@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -53,7 +54,12 @@ def canned_runs():
         "counters": [
             {demo_report.STORED: 5.0, demo_report.DEFERRED: 0.0},
             {demo_report.STORED: 5.0 + 2**20, demo_report.DEFERRED: 0.0},
-            {demo_report.STORED: 5.0 + 3 * 2**20, demo_report.LOADED: 4.0 * 2**20, demo_report.DEFERRED: 1.0},
+            {
+                demo_report.STORED: 5.0 + 3 * 2**20,
+                demo_report.LOADED: 4.0 * 2**20,
+                demo_report.DISK_LOADED: 3.0 * 2**20,
+                demo_report.DEFERRED: 1.0,
+            },
         ],
         "seconds": 10.0,
         "start_seconds": 31.0,
@@ -124,6 +130,7 @@ def test_rows_per_turn_and_in_total():
     assert first.with_kvtier.loaded_bytes is None
     assert second.with_kvtier.stored_bytes == 2 * 2**20
     assert second.with_kvtier.loaded_bytes == 4 * 2**20
+    assert second.with_kvtier.disk_bytes == 3 * 2**20
     assert (first.with_kvtier.deferred_requests, second.with_kvtier.deferred_requests) == (0, 1)
     assert total.with_kvtier.stored_bytes == 3 * 2**20
     assert total.without.stored_bytes is None
@@ -159,13 +166,17 @@ def test_the_table_fits_into_80_columns():
     lines = text.splitlines()
     assert [line.split()[0] for line in lines if " off " in line] == ["turn", "turn", "total"]
     [total] = [line.split() for line in lines[-3:] if " on " in line]
-    assert total == ["on", "0.150", "0.35", "240", "0", "160", "3", "4", "1", "4/4"] or total[-1] == "4/4"
+    assert total == ["on", "0.150", "0.35", "240", "0", "160", "3", "4", "3", "1", "4/4"] or total[-1] == "4/4"
 
 
 def test_the_summary_says_what_was_saved():
     rows = demo_report.compare(*canned_runs(), ["turn 1", "turn 2"])
     text = " ".join(demo_report.summary(rows, ["turn 2"]))
     assert "2.20 s without kvtier, 0.25 s with it (8.8 times as fast)" in text
+    assert "Turn 2: the median" in text
+    restarted = " ".join(demo_report.summary(rows, ["turn 1", "turn 2"], "turn 2"))
+    assert "Turn 1: the median" in restarted
+    assert "Turn 2, after the restart: the median" in restarted
     assert "400 without, 240 with kvtier (40% less)" in text
     assert "All 12 output tokens of 4 requests are identical" in text
     assert demo_report.first_difference(*canned_runs()) is None
@@ -197,7 +208,7 @@ def fake_engine(monkeypatch, program):
 
 
 def run_fake(tmp_path, console=None):
-    with demo_process.Progress(console or Console(file=io.StringIO()), ["turn 1"], 2) as progress:
+    with demo_process.Progress(console or Console(file=io.StringIO()), ["turn 1", "turn 2"], 2) as progress:
         progress.begin("with kvtier")
         return demo_process.run_engine({"mode": "chat"}, tmp_path / "run", progress)
 
@@ -209,6 +220,8 @@ print("a warning of the engine's")
 tell(event="ready", seconds=3)
 tell(event="request", phase=0, ttft_s=.5)
 tell(event="phase", phase=0)
+tell(event="restart")
+tell(event="ready", seconds=5)
 tell(event="done", seconds=4)
 open(sys.argv[4], "w").write(json.dumps({"spec": json.load(open(sys.argv[2]))}))
 """
@@ -222,6 +235,8 @@ def test_a_run_returns_its_result_and_shows_how_far_it_is(tmp_path, monkeypatch,
         "with kvtier: engine starts",
         "with kvtier: engine ready after 3 s",
         "with kvtier: turn 1 done, 1 requests",
+        "with kvtier: engine stopped, starts again",
+        "with kvtier: engine ready after 5 s",
         "with kvtier: done after 4 s",
     ]
 
@@ -317,6 +332,7 @@ def demo_with(tmp_path, monkeypatch, runs, **changes):
         asked.append(dict(spec))
         return runs[0 if spec["connector"] is None else 1]
 
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(demo, "require_vllm", lambda extra: None)
     monkeypatch.setattr(demo.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(demo, "prepare_demo_model", lambda report: tmp_path)
@@ -335,16 +351,32 @@ def test_the_whole_demo_with_canned_runs(tmp_path, monkeypatch, capsys):
     same, asked = demo_with(tmp_path, monkeypatch, named(canned_runs()))
     assert same
     assert [spec["connector"] is None for spec in asked] == [False, True]
-    assert asked[0]["connector"]["kv_connector_extra_config"] == {"ram": "1GiB"}
+    settings = asked[0]["connector"]["kv_connector_extra_config"]
+    assert settings["ram"] == "1GiB"
+    assert settings["disk"]["capacity"] == demo.DISK_CAPACITY
+    own_disk = Path(settings["disk"]["path"])
+    assert own_disk.parent == tmp_path / "cache"
+    assert not own_disk.exists()
+    assert asked[0]["restart_before"] == 1
     assert {**asked[0], "connector": None} == {**asked[1], "connector": None}
     out = capsys.readouterr().out
     assert "turn 2 off" in out
+    assert "Before turn 2 both engines were stopped" in out
     assert "identical" in out
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["identical"] is True
     assert [row["name"] for row in result["rows"]] == ["turn 1", "turn 2", "total"]
     assert result["rows"][2]["with"]["loaded_bytes"] == 4 * 2**20
     assert len(result["requests"]["with"]) == 4
+
+
+def test_a_folder_for_the_disk_is_used_and_stays(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    _, asked = demo_with(tmp_path, monkeypatch, named(canned_runs()), disk=tmp_path / "mine")
+    assert asked[0]["connector"]["kv_connector_extra_config"]["disk"]["path"] == str(tmp_path / "mine")
+    assert (tmp_path / "mine").exists()
+    with pytest.raises(ConfigurationError, match=r"disk\.path"):
+        demo_with(tmp_path, monkeypatch, [], disk=Path(__file__))
 
 
 def test_the_demo_is_not_content_with_another_output(tmp_path, monkeypatch, capsys):

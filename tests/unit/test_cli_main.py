@@ -104,7 +104,7 @@ def test_serve_becomes_the_server(monkeypatch, capsys):
         (["serve", "m", "--port", "8000"], "go after `--`"),
         (["serve", "m", "n"], "'n': expected one model"),
         (["serve", "m", "--ram", "8 bananas"], "ram is '8 bananas'"),
-        (["serve", "m", "--policy", "best"], "policy is 'best'; allowed: adaptive, arc, lru"),
+        (["serve", "m", "--policy", "best"], "policy is 'best'; allowed: adaptive, arc, lru, lru2, s3fifo"),
         (["serve", "m", "--deadline-s", "-1"], "deadline_s is -1.0"),
         (["serve", "m", "--deadline-s", "soon"], "--deadline-s"),
         (["serve", "m", "--store-threshold", "-1"], "store_threshold is -1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from kvtier import (
     make_offload_key,
 )
 from kvtier.keys import OffloadKey
+from kvtier.manager.pace import PROBE_EVERY_S
+from kvtier.tier_interfaces import TierOutcome
 from kvtier.tiers.memory import MemoryTier
 
 SLOT_BYTES = 64
@@ -238,12 +241,66 @@ def test_slow_tiers_are_not_waited_for() -> None:
     assert engine.match_in_time("measure") == 8  # one block a step of 10 ms: 100 a second
     engine.manager.tell_recompute_rate(1000.0)
     engine.driver.add_request("impatient", prompts[1])
-    assert engine.driver.match("impatient") is None
-    engine.step()
     assert engine.driver.match("impatient") == 0, "computing 8 blocks takes 8 ms, bringing them up 80"
     engine.manager.tell_recompute_rate(50.0)
     engine.driver.add_request("patient", prompts[2])
     assert engine.match_in_time("patient") == 8
+
+
+def test_a_tier_that_was_slow_is_tried_again_and_nobody_waits_for_it() -> None:
+    tier = MemoryTier(1000)
+    engine = Engine(32, [tier], limits=TieringLimits(request_share=1.0, promoting_share=1.0))
+    prompts = [keys_of(f"p{i}", 8) for i in range(8)]
+    for i, keys in enumerate(prompts):
+        engine.compute(f"store-{i}", keys)
+        engine.settle(10)
+    engine.compute("fill", keys_of("fill", 32))
+    engine.settle(20)
+    tier.blocks_per_poll = 1
+    engine.driver.add_request("measure", prompts[0])
+    engine.match_in_time("measure")
+    engine.manager.tell_recompute_rate(1000.0)
+    tier.blocks_per_poll = None
+    for i in (1, 2):
+        engine.driver.add_request(f"soon-{i}", prompts[i])
+        assert engine.driver.match(f"soon-{i}") == 0, "known to be slow"
+        engine.step()
+    assert tier.get_stats().counters["loaded_blocks"] == 8
+    engine.step(PROBE_EVERY_S)
+    engine.driver.add_request("later", prompts[3])
+    assert engine.driver.match("later") == 0, "a probe is for nobody"
+    engine.step(0.0001)
+    assert tier.get_stats().counters["loaded_blocks"] > 8
+    engine.step(0.0001)
+    engine.driver.add_request("at last", prompts[4])
+    assert engine.match_in_time("at last") == 8
+
+
+def test_a_tier_that_stalls_is_waited_for_no_longer_than_recomputing_takes() -> None:
+    """However many requests come meanwhile, and although nothing was ever measured of the tier."""
+    tier = MemoryTier(1000)
+    engine = Engine(32, [tier], limits=TieringLimits(request_share=1.0, promoting_share=1.0))
+    prompts = [keys_of(f"p{i}", 8) for i in range(8)]
+    for i, keys in enumerate(prompts):
+        engine.compute(f"store-{i}", keys)
+        engine.settle(10)
+    engine.compute("fill", keys_of("fill", 32))
+    engine.settle(20)
+    engine.manager.tell_recompute_rate(100.0)
+    tier.blocks_per_poll = 0
+    began_s = engine.now_s
+    names = [f"r{i}" for i in range(4)]
+    for i, name in enumerate(names):
+        engine.driver.add_request(name, prompts[i])
+        assert engine.driver.match(name) is None
+        engine.step(0.001)
+    for name in names:
+        assert engine.match_in_time(name) == 0
+    assert engine.now_s - began_s < 0.25, "16 blocks on their way take .16 s to compute"
+    engine.driver.add_request("next", prompts[5])
+    assert engine.driver.match("next") == 0
+    engine.driver.add_request("same", prompts[0])
+    assert engine.driver.match("same") == 0, "what is on its way comes too slowly for others as well"
 
 
 def test_a_slow_tier_sheds_and_pins_no_ram_while_it_waits() -> None:
@@ -354,3 +411,28 @@ def test_limits_out_of_range_are_refused(limits: dict[str, float]) -> None:
 def test_an_unknown_moment_to_cascade_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="cascade_when is 'never'; allowed: stored, reused"):
         TieredOffloadingManager(CPUOffloadingManager(4), [], cascade_when="never")
+
+
+def test_an_engine_with_long_steps_does_not_take_a_quick_tier_for_a_slow_one() -> None:
+    """16 blocks that took 8 ms are seen after a step of 500 ms, in which 50 could have been computed."""
+
+    class QuickTier(MemoryTier):
+        def poll(self) -> list[TierOutcome]:
+            return [replace(outcome, duration_s=0.008) for outcome in super().poll()]
+
+    tier = QuickTier(1000)
+    engine = Engine(64, [tier], limits=TieringLimits(request_share=1.0, promoting_share=1.0))
+    prompts = [keys_of(f"p{i}", 16) for i in range(4)]
+    for i, keys in enumerate(prompts):
+        engine.compute(f"store-{i}", keys)
+        engine.settle(10)
+    engine.compute("fill", keys_of("fill", 64))
+    engine.settle(20)
+    engine.manager.tell_recompute_rate(100.0)
+    for i, keys in enumerate(prompts):
+        engine.driver.add_request(f"again-{i}", keys)
+        assert engine.driver.match(f"again-{i}") is None
+        engine.step(0.5)
+        engine.step(0.5)
+        assert engine.driver.match(f"again-{i}") == 16
+        engine.driver.finish(f"again-{i}")

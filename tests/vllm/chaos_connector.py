@@ -237,8 +237,12 @@ def end_faults() -> None:
 
 def worker_report() -> dict[str, Any]:
     """In a worker: the faults that were dealt, and what became of each load."""
-    faults = ChaosConnector.in_this_process[KVConnectorRole.WORKER].faults
-    return {"dealt": dict(faults.dealt), "loads": list(faults.loads.items())}
+    connector = ChaosConnector.in_this_process[KVConnectorRole.WORKER]
+    return {
+        "dealt": dict(connector.faults.dealt),
+        "loads": list(connector.faults.loads.items()),
+        "num_repeated_reports": connector._worker.num_repeated_reports,
+    }
 
 
 def num_open() -> int:
@@ -262,7 +266,7 @@ def scheduler_report() -> dict[str, Any]:
         "told_after_s": sorted(waits.told_after_s, reverse=True),
         "num_preempted": waits.num_preempted,
         "num_ended_in_a_load": waits.num_ended_in_a_load,
-        "counters": {**stats.counters, **manager.counters, "reports_ignored": connector._jobs.num_unknown_reports},
+        "counters": {**stats.counters, **manager.counters},
         "left_over": {
             "pinned blocks": stats.pinned_blocks,
             "blocks in flight": stats.in_flight_blocks,

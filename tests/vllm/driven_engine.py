@@ -20,7 +20,7 @@ import threading
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from vllm_harness import prepare_process
+from vllm_harness import PATIENCE_S, prepare_process
 
 
 class DrivenEngine:
@@ -51,8 +51,17 @@ class DrivenEngine:
         return not self._llm.has_unfinished_requests()
 
     def has_outputs(self) -> bool:
-        """A step would give something (at once, where the engine core has a process of its own)."""
-        return not self._llm.engine_core.outputs_queue.empty() if self._multiprocess else not self.is_idle
+        """A step would give something (at once, where the engine core has a process of its own).
+
+        Raises EngineDeadError where that process was killed: vLLM's client would wait for its outputs for ever.
+        """
+        if not self._multiprocess:
+            return not self.is_idle
+        core = self._llm.engine_core
+        if core.outputs_queue.empty():
+            core.ensure_alive()
+            return False
+        return True
 
     def obey(self, command: str, *arguments: Any) -> None:
         getattr(self, command)(*arguments)
@@ -92,7 +101,7 @@ class DrivenEngine:
             self.say("aborted", request_id)
 
     def shutdown(self) -> None:
-        self._llm.engine_core.shutdown()
+        self._llm.engine_core.shutdown(timeout=PATIENCE_S)
 
 
 def read_commands(commands: SimpleQueue[list[Any] | None]) -> None:

@@ -42,15 +42,25 @@ class DrivenProcess:
         connector: str = "kvtier.adapters.vllm:KVTierConnector",
         multiprocess: bool = False,
         core: int = 0,
+        temporary: Path | None = None,
         **changes: Any,
     ) -> None:
-        """`settings` None: plain vLLM. `connector` is module:class; modules next to the tests are found too."""
+        """`settings` None: plain vLLM. `connector` is module:class; modules next to the tests are found too.
+
+        `temporary` is where its processes put temporary files (sockets too: a short name).
+        """
         if settings is not None:
             module, _, name = connector.partition(":")
             names = {"kv_connector": name, "kv_connector_module_path": module}
             changes["kv_transfer_config"] = connector_arguments(settings) | names
-        environment = engine_environment(multiprocess)
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = str(CORES[core % len(CORES)])
+        ranks = changes.get("tensor_parallel_size", 1)
+        environment = engine_environment(multiprocess, ranks)
+        if ranks == 1:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = str(CORES[core % len(CORES)])
+        # vLLM kills what has not ended by then, and here other engines may spin on the same cores
+        environment["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = f"{PATIENCE_S:.0f}"
+        if temporary is not None:
+            environment["TMPDIR"] = str(temporary)
         arguments = {
             "engine": engine_arguments(model, num_blocks, **changes),
             "multiprocess": multiprocess,
@@ -187,9 +197,9 @@ def pools_of(pid: int, pool_dir: Path | None = None) -> set[tuple[int, int]]:
     return pools
 
 
-def available_memory_bytes() -> int:
-    """MemAvailable."""
+def shared_memory_bytes() -> int:
+    """Shmem: what all RAM pools of the machine take, and other files in memory."""
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith("Shmem:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("no MemAvailable in /proc/meminfo")
+    raise AssertionError("no Shmem in /proc/meminfo")

@@ -15,7 +15,6 @@ import pytest
 from driven_process import SHARED_MEMORY, DrivenProcess, wait_until
 from traffic import LONGEST_PROMPT, Run, Traffic
 
-pytestmark = pytest.mark.skipif(not os.environ.get("KVTIER_SOAK"), reason="minutes; run with KVTIER_SOAK=1")
 NUM_REQUESTS = 320
 AT_ONCE = 12
 MOST_TOKENS = 16
@@ -26,9 +25,10 @@ LEAST_LOAD_TIME_S = 1.0
 """However late in a request's deadline a load is planned, it may take this long to begin."""
 STEPS_LATE = 3
 """Of the engine: one may have begun before, one finds the transfer to be over, one brings its result."""
-SEEDS = range(2, 12) if os.environ.get("KVTIER_SOAK") else [2]
+SEEDS = range(2, 7) if os.environ.get("KVTIER_SOAK") else [2]
 
 
+@pytest.mark.timeout(3600 if os.environ.get("KVTIER_SOAK") else 900)
 @pytest.mark.parametrize(("model_name", "num_blocks", "ram"), [("dense", 26, 4_000_000), ("hybrid", 60, 6_000_000)])
 def test_chaos(model_name, num_blocks, ram, request, tmp_path):
     model: Path = request.getfixturevalue(model_name)
@@ -116,7 +116,8 @@ def check_report(scheduler: dict[str, Any], workers: list[dict[str, Any]], seed:
     assert max(steps_late) <= STEPS_LATE, say
     for worker in workers:
         assert len(worker["dealt"]) == NUM_KINDS_OF_FAULTS, say
-    for name in ("loaded_blocks", "evicted_blocks", "failed_load_blocks", "failed_store_blocks", "reports_ignored"):
+        assert worker["num_repeated_reports"] > 0, say
+    for name in ("loaded_blocks", "evicted_blocks", "failed_load_blocks", "failed_store_blocks"):
         assert scheduler["counters"].get(name, 0) > 0, f"{name}; {say}"
     assert scheduler["num_preempted"] > 0, say
 

@@ -19,21 +19,20 @@ from driven_process import (
     SHARED_MEMORY,
     START_PATIENCE_S,
     DrivenProcess,
-    available_memory_bytes,
     living_pids,
     pools_of,
+    shared_memory_bytes,
     wait_until,
 )
 from traffic import LONGEST_PROMPT, Run, Traffic
 
 SOAK = bool(os.environ.get("KVTIER_SOAK"))
-pytestmark = pytest.mark.skipif(not SOAK, reason="minutes; run with KVTIER_SOAK=1")
 NUM_REQUESTS = 60
 AT_ONCE = 8
 MOST_TOKENS = 8
 POOL_BYTES = 256 << 20
-RAM_RESERVED_BYTES = 2 * POOL_BYTES
-"""What other programs may take meanwhile. A pool that stays after each kill is more."""
+OTHERS_BYTES = 2 * POOL_BYTES
+"""What other programs may take of shared memory meanwhile. A pool that stays after each kill is more."""
 
 
 @dataclass(frozen=True)
@@ -57,32 +56,39 @@ def pool_dir() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="k-") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.timeout(3600 if SOAK else 900)
 @pytest.mark.parametrize(
     ("kills", "multiprocess", "seed"),
     [(ONE_PROCESS, False, 1), (THREE_PROCESSES, True, 2)],
     ids=["one process", "three processes"],
 )
-def test_killed_again_and_again(kills, multiprocess, seed, dense, plain, pool_dir, tmp_path):  # noqa: PLR0917
+def test_killed_again_and_again(kills, multiprocess, seed, dense, plain, pool_dir, temporary, tmp_path):  # noqa: PLR0917
     rng = Random(seed)
     expected = plain(dense).answers([request.prompt for request in traffic(seed).requests], MOST_TOKENS)
-    files_before = files()
-    available_before = available_memory_bytes()
+    files_before = files(temporary)
+    taken_before = shared_memory_bytes()
     log = tmp_path / "log"
     for kill in kills:
         what = f"seed {seed}, {kill}"
-        with engine_of(dense, log, multiprocess, pool_dir) as engine:
+        with engine_of(dense, log, multiprocess, pool_dir, temporary) as engine:
             done = live_until_killed(engine, kill, seed, rng, pool_dir)
             done.check(expected, what)
-            assert_nothing_is_left(pool_dir, files_before)
-    with engine_of(dense, log, multiprocess, pool_dir) as engine:
+            assert_nothing_is_left(pool_dir, temporary, files_before)
+    with engine_of(dense, log, multiprocess, pool_dir, temporary) as engine:
         engine.wait_until_ready()
         done = traffic(seed)
         Run(engine, done, AT_ONCE).to_the_end()
         done.check(expected, f"seed {seed}, the last start")
         assert engine.close() == 0, engine.log_tail()
-        assert_nothing_is_left(pool_dir, files_before)
+        assert_nothing_is_left(pool_dir, temporary, files_before)
     wait_until(
-        lambda: available_memory_bytes() > available_before - RAM_RESERVED_BYTES,
+        lambda: shared_memory_bytes() < taken_before + OTHERS_BYTES,
         f"the memory of {len(kills)} pools of {POOL_BYTES} bytes is back",
     )
 
@@ -92,7 +98,7 @@ def traffic(seed: int) -> Traffic:
 
 
 @contextlib.contextmanager
-def engine_of(model: Path, log: Path, multiprocess: bool, pool_dir: Path) -> Iterator[DrivenProcess]:
+def engine_of(model: Path, log: Path, multiprocess: bool, pool_dir: Path, temporary: Path) -> Iterator[DrivenProcess]:
     settings = {"ram": POOL_BYTES, "offload_prompt_only": False, "debug": True}
     if not multiprocess:
         settings["pool_dir"] = str(pool_dir)  # else nobody could tell the pool from other memory of the process
@@ -104,6 +110,7 @@ def engine_of(model: Path, log: Path, multiprocess: bool, pool_dir: Path) -> Ite
         max_num_batched_tokens=512,
         settings=settings,
         multiprocess=multiprocess,
+        temporary=temporary,
     )
     try:
         yield engine
@@ -124,7 +131,12 @@ def live_until_killed(engine: DrivenProcess, kill: Kill, seed: int, rng: Random,
         time.sleep(rng.uniform(0.0, 0.03))  # into the middle of whatever goes on then
     held = pools(engine, pool_dir)
     assert len(held) == 1
-    engine.kill(victims(engine, kill.victim, rng))
+    chosen = victims(engine, kill.victim, rng)
+    engine.kill(chosen)
+    if chosen == [engine.process.pid]:
+        # vLLM's engine core outlives its parent, with and without a connector; whoever supervises it ends it
+        time.sleep(rng.uniform(0.0, 0.5))
+        engine.kill(engine.pids())
     engine.wait_until_gone()
     run.rest()
     wait_until(
@@ -150,10 +162,10 @@ def victims(engine: DrivenProcess, victim: str, rng: Random) -> list[int]:
     return pids
 
 
-def assert_nothing_is_left(pool_dir: Path, before: set[Path]) -> None:
+def assert_nothing_is_left(pool_dir: Path, temporary: Path, before: set[Path]) -> None:
     assert os.listdir(pool_dir) == []
-    assert not [path for path in files() - before if "kvtier" in path.name]
+    assert not [path for path in files(temporary) - before if "kvtier" in path.name]
 
 
-def files() -> set[Path]:
-    return {path for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())) for path in folder.iterdir()}
+def files(temporary: Path) -> set[Path]:
+    return {*SHARED_MEMORY.iterdir(), *temporary.rglob("*")}

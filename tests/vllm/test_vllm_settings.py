@@ -157,6 +157,12 @@ BAD_SETTINGS = {
     "a chunk that is not whole blocks": ({"ram": "1MiB", "block_size": BLOCK + 1}, ["block_size", str(BLOCK + 1)]),
     "a folder that is not there": ({"ram": "1MiB", "pool_dir": "/nowhere/at/all"}, ["pool_dir", "/nowhere/at/all"]),
     "a folder that is a file": ({"ram": "1MiB", "pool_dir": __file__}, ["pool_dir", __file__]),
+    "a disk that is none": ({"ram": "1MiB", "disk": "/tmp"}, ["disk is '/tmp'", "capacity"]),
+    "a disk in a file": ({"ram": "1MiB", "disk": {"path": __file__, "capacity": "1GiB"}}, ["disk.path", __file__]),
+    "a disk for no block": (
+        {"ram": "1MiB", "disk": {"path": "/tmp/kvtier-test-settings", "capacity": 20_000}},
+        ["disk capacity is 20000 bytes", str(BLOCK_BYTES)],
+    ),
     "a folder without room": ({"ram": "1MiB", "pool_dir": "/proc"}, ["ram is '1MiB'", "/proc", "leaves 0"]),
 }
 

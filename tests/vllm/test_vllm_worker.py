@@ -125,3 +125,21 @@ def test_with_a_pool_again_all_is_well(worker):
     assert worker.take_failed() == set()
     worker.shutdown()
     pool.close()
+
+
+def test_a_job_is_reported_once_however_often_the_copies_say_that_it_has_ended(worker):
+    """Else, with several ranks, vLLM and the scheduler would take one rank's second report for another's first."""
+    submit(worker, 1, is_store=True)
+    submit(worker, 2, is_store=False)
+    reported = []
+    if hasattr(worker, "transfers"):
+        ended = worker.transfers.poll()
+        worker.transfers.poll = lambda: [*ended, *ended]
+    else:
+        worker._copies = SimpleNamespace(get_finished=lambda: [SimpleNamespace(job_id=1, success=False)] * 2)
+        worker._copies.shutdown = lambda: None
+    for _ in range(3):
+        reported += [result.job_id for result in worker.get_finished()]
+    assert sorted(reported) == [1, 2]
+    assert worker.take_failed() == {1, 2}
+    assert worker.num_repeated_reports > 0

@@ -284,6 +284,16 @@ class Engine:
     def drain(self) -> None:
         """Steps until neither vLLM nor kvtier has anything left to do."""
         self.until(lambda: not self.scheduler.has_requests(), "everything drained")
+        stack = self.manager.stack
+        give_up_at_s = time.monotonic() + PATIENCE_S
+        while stack.tiered is not None:
+            # writes to a lower tier do not keep an engine going: its next steps would see to the rest
+            self.core.on_schedule_end()
+            if not stack.tiered.num_cascading + stack.tiered.num_promoting:
+                break
+            assert time.monotonic() < give_up_at_s, f"still {stack.tiered.num_to_flush} blocks on their way down"
+            stack.tiers[0].wait_for_outcome(1.0)
+            self.manager.advance()
 
     def forget(self) -> None:
         """The engine loses its own prefix cache; kvtier's blocks stay."""

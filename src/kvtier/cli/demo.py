@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -19,7 +20,7 @@ from kvtier import __version__
 from kvtier.cli import demo_report as report
 from kvtier.cli import demo_trace
 from kvtier.cli.demo_process import Progress, run_engine
-from kvtier.cli.model import is_complete, prepare_demo_model
+from kvtier.cli.model import cache_folder, is_complete, prepare_demo_model
 from kvtier.cli.serve import check_settings, connector_config, require_vllm
 from kvtier.errors import ConfigurationError
 
@@ -36,6 +37,7 @@ TRACE_PROMPT_BLOCKS = 80
 """Longer prompts lose their end: they would not fit into so small an engine."""
 TRACE_SPAN_S = 75.0
 """How long the arrivals of a trace take unless `--speed` says otherwise."""
+DISK_CAPACITY = "2GiB"
 ANSWERS_SHOWN = 3
 _DOCUMENTS = ("bakery", "harbour", "telescope", "outage", "garden", "museum")
 _PEOPLE = ("Ana", "Bela", "Chidi", "Dara", "Emil", "Farah")
@@ -56,6 +58,8 @@ class Options:
     ram: str
     model: Path | None
     json_file: Path
+    disk: Path | None = None
+    """Where kvtier's disk tier goes in the chat; None: into a folder of its own that is removed."""
     connector: str = "kvtier"
 
 
@@ -84,6 +88,7 @@ def chat_spec(options: Options) -> dict[str, Any]:
     return {
         "mode": "chat",
         "phases": options.turns,
+        "restart_before": options.turns - 1,
         "concurrency": CHAT_AT_ONCE,
         "max_tokens": CHAT_ANSWER_TOKENS,
         "users": chat_users(options.users, options.turns),
@@ -148,8 +153,7 @@ def run(options: Options) -> bool:
     Raises ConfigurationError for bad input, before anything is started, and KVTierError if a run fails.
     """
     console = Console()
-    settings = {"ram": options.ram}
-    check_settings(settings)
+    check_settings(_settings(options, options.disk))
     _check_result_file(options.json_file)
     spec, notes = trace_spec(options, options.trace) if options.trace else (chat_spec(options), _chat_notes(options))
     require_vllm("demo")
@@ -162,7 +166,10 @@ def run(options: Options) -> bool:
     runs: dict[str, dict[str, Any]] = {}
     # as an interrupt: the engine stops and the folder goes
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as scratch, Progress(console, names, asked) as progress:
+    with contextlib.ExitStack() as cleanup:
+        scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-demo-"))
+        settings = _settings(options, options.disk or _own_disk(cleanup))
+        progress = cleanup.enter_context(Progress(console, names, asked))
         # with kvtier first: what it refuses is refused before minutes are spent on the other run
         for label in reversed(report.RUNS):
             spec["connector"] = _connector(options.connector, settings) if label == "with" else None
@@ -180,7 +187,10 @@ def _finish(
     console.print(
         report.render_table(rows, "Time to first token (s), where the prompts' tokens came from, and bytes moved")
     )
-    for line in report.summary(rows, warm):
+    restarted = names[spec["restart_before"]] if "restart_before" in spec else None
+    if restarted:
+        console.print(f"  Before {restarted} both engines were stopped and started again.", highlight=False)
+    for line in report.summary(rows, warm, restarted):
         console.print(line, highlight=False)
     difference = report.first_difference(runs["without"], runs["with"])
     if difference:
@@ -192,6 +202,21 @@ def _finish(
     _write_json(options, spec, runs, rows)
     console.print(f"The same numbers and more: {options.json_file}", highlight=False)
     return difference is None
+
+
+def _settings(options: Options, disk: Path | None) -> dict[str, Any]:
+    """kvtier's. In the chat, which has a restart, with a disk."""
+    settings: dict[str, Any] = {"ram": options.ram}
+    if disk is not None and not options.trace:
+        settings["disk"] = {"path": str(disk), "capacity": DISK_CAPACITY}
+    return settings
+
+
+def _own_disk(cleanup: contextlib.ExitStack) -> Path:
+    """A folder beside the demo's model: what is meant for temporary files may be in memory."""
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    return Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="demo-disk-", dir=cache)))
 
 
 def _model_size(options: Options) -> str:
@@ -219,6 +244,7 @@ def _write_json(
         "engine": spec["engine"],
         "model": spec["model"],
         "cores": runs["with"]["cores"],
+        "restart_before": spec.get("restart_before"),
         "seconds": {label: run["seconds"] for label, run in runs.items()},
         "start_seconds": {label: run["start_seconds"] for label, run in runs.items()},
         "identical": rows[-1].identical == rows[-1].without.requests,
@@ -266,7 +292,7 @@ def _chat_notes(options: Options) -> list[str]:
         f"Each of {options.users} users has a text of about 1,400 tokens and asks {options.turns} questions about "
         f"it, turn by turn, {CHAT_AT_ONCE} users at a time.",
         f"The engine's own cache holds {CHAT_ENGINE_BLOCKS * BLOCK_TOKENS:,} tokens; kvtier may use "
-        f"{options.ram} of RAM.",
+        f"{options.ram} of RAM and a disk. Before the last turn both engines are stopped and started again.",
     ]
 
 

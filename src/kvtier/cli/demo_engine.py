@@ -49,7 +49,10 @@ class Run:
         self.spec = spec
         self.records: list[dict[str, Any]] = []
         self.phases: list[dict[str, float]] = []
-        self.start_seconds = 0.0
+        self.start_seconds: list[float] = []
+        """One for each start."""
+        self._counted_before: dict[str, float] = {}
+        """What to add to the counters of an engine that was started again."""
         self._prefills: dict[str, Any] = {}
         self._engine: Any = None
 
@@ -72,11 +75,23 @@ class Run:
             )
         )
         self._watch_prefills()
-        warm_up = [1000 + i for i in range(WARM_UP_TOKENS)]
+        # other tokens at each start: a disk may know the last ones
+        first = 1000 + len(self.start_seconds) * WARM_UP_TOKENS
+        warm_up = [first + i for i in range(WARM_UP_TOKENS)]
         for _ in range(2):
             await self._stream("warm-up", warm_up, {"max_tokens": 4, "ignore_eos": True})
-        self.start_seconds = time.monotonic() - began
-        tell("ready", seconds=self.start_seconds)
+        self.start_seconds.append(time.monotonic() - began)
+        tell("ready", seconds=self.start_seconds[-1])
+
+    async def restart(self) -> None:
+        """Ends the engine with all its processes, and starts another. The counters go on where they were."""
+        self.stop()
+        tell("restart")
+        await self.start()
+        await asyncio.sleep(_SETTLE_S)
+        self._counted_before = {}
+        now = self._counters()
+        self._counted_before = {name: value - now.get(name, 0) for name, value in self.phases[-1].items()}
 
     def stop(self) -> None:
         if self._engine is not None:
@@ -145,7 +160,8 @@ class Run:
         totals: dict[str, float] = {}
         for metric in get_metrics_snapshot():
             if metric.name.startswith(_COUNTERS) and isinstance(metric, Counter | Gauge):
-                totals[metric.name] = totals.get(metric.name, 0) + metric.value
+                before = self._counted_before.get(metric.name, 0) if isinstance(metric, Counter) else 0
+                totals[metric.name] = totals.get(metric.name, before) + metric.value
         return totals
 
 
@@ -169,6 +185,8 @@ async def chat(run: Run) -> None:
 
     await run.end_phase()
     for turn in range(run.spec["phases"]):
+        if turn == run.spec["restart_before"]:
+            await run.restart()
         await asyncio.gather(*(turn_of(number, turn) for number in range(len(users))))
         await run.end_phase()
         tell("phase", phase=turn)

@@ -71,8 +71,12 @@ class Progress:
         """Shows one event of the engine's process."""
         if self._task is None:
             return
-        if event["event"] == "ready":
-            self._bars.update(self._task, description=f"{self._label}: {self._phases[0]}")
+        if event["event"] == "restart":
+            self._bars.update(self._task, description=f"{self._label}: engine stopped, starts again")
+            self._line("engine stopped, starts again")
+        elif event["event"] == "ready":
+            phase = max(self._done, default=-1) + 1
+            self._bars.update(self._task, description=f"{self._label}: {self._phases[phase]}")
             self._line(f"engine ready after {event['seconds']:.0f} s")
         elif event["event"] == "request":
             phase = event["phase"]

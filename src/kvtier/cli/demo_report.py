@@ -16,6 +16,7 @@ from rich.text import Text
 
 STORED = "vllm:kv_offload_store_bytes"
 LOADED = "vllm:kv_offload_load_bytes"
+DISK_LOADED = "vllm:kvtier_disk_loaded_bytes"
 DEFERRED = "vllm:kvtier_deferred_requests"
 RUNS = ("without", "with")
 _SIDES = {"without": "off", "with": "on"}
@@ -27,8 +28,9 @@ _HEADERS = (
     "from\nkvtier",
     "stored\nMiB",
     "loaded\nMiB",
-    "de-\nferred",
-    "same\noutput",
+    "disk\nMiB",
+    "de-\nfer-\nred",
+    "same\nout-\nput",
 )
 
 
@@ -46,6 +48,8 @@ class Figures:
     output_tokens: int
     stored_bytes: int | None
     loaded_bytes: int | None
+    disk_bytes: int | None
+    """Read from disk."""
     deferred_requests: int | None
 
 
@@ -92,6 +96,7 @@ def figures(
         output_tokens=sum(len(request["output"]) for request in requests),
         stored_bytes=change(STORED),
         loaded_bytes=change(LOADED),
+        disk_bytes=change(DISK_LOADED),
         deferred_requests=change(DEFERRED),
     )
 
@@ -171,6 +176,7 @@ def render_table(rows: Sequence[Row], title: str) -> Table:
                 _count(side.loaded_tokens),
                 _bytes(side.stored_bytes),
                 _bytes(side.loaded_bytes),
+                _bytes(side.disk_bytes),
                 _count(side.deferred_requests),
                 f"{row.identical}/{row.without.requests}" if run == "with" else "",
                 style="bold" if row is rows[-1] else None,
@@ -179,16 +185,18 @@ def render_table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def summary(rows: Sequence[Row], warm: Sequence[str]) -> list[str]:
-    """What the table says, in sentences. `warm` names the rows in which there was something to come back."""
+def summary(rows: Sequence[Row], warm: Sequence[str], restarted: str | None = None) -> list[str]:
+    """What the table says, in sentences. `warm` names the rows in which there was something to come back, `restarted`
+    the one before which the engines were started again."""
     total = rows[-1]
     lines = []
     back = [row for row in rows if row.name in warm]
-    for row in back[-1:]:
+    for row in [row for row in back if row.name != restarted][-1:] + [row for row in back if row.name == restarted]:
         slow, fast = row.without.ttft_p50_s, row.with_kvtier.ttft_p50_s
+        when = ", after the restart" if row.name == restarted else ""
         if fast and not math.isnan(slow / fast):
             lines.append(
-                f"{row.name.capitalize()}: the median first token after {_seconds(slow)} s without kvtier, "
+                f"{row.name.capitalize()}{when}: the median first token after {_seconds(slow)} s without kvtier, "
                 f"{_seconds(fast)} s with it ({slow / fast:.1f} times as fast)."
             )
     saved = total.without.computed_tokens - total.with_kvtier.computed_tokens

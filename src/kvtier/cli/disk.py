@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvtier.cli.options import examples
 from kvtier.errors import ConfigurationError, TierError
-from kvtier.runtime.config import parse_size
+from kvtier.runtime import parse_size
 from kvtier.tiers.disk.filesystem import FileSystem
 from kvtier.tiers.disk.inspection import CacheContent, Verification, find_roots, read_content, verify
 from kvtier.tiers.disk.space import CacheFolder, folder_lock, list_caches, remove_cache

@@ -129,6 +129,12 @@ def demo(
     users: Annotated[int, typer.Option(min=2, max=6, help="Chat: how many users.")] = 6,
     turns: Annotated[int, typer.Option(min=2, max=4, help="Chat: questions of each user.")] = 3,
     ram: Annotated[str, typer.Option(help="Host RAM that kvtier may use.")] = "2GiB",
+    disk_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--disk", help="Chat: folder for kvtier's disk tier. Default: one that is removed.", show_default=False
+        ),
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(help="Another model's folder. Default: SmolLM2-135M, made once.", show_default=False),
@@ -157,6 +163,7 @@ def demo(
         ram=ram,
         model=model,
         json_file=json_file or Path(default_json),
+        disk=disk_folder,
         connector=connector,
     )
     if not demonstration.run(options):

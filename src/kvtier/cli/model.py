@@ -41,8 +41,13 @@ class ModelError(KVTierError):
 
 def models_dir() -> Path:
     """Where models are kept: `~/.cache/kvtier/models`, or `models` below the folder that KVTIER_CACHE_DIR names."""
+    return cache_folder() / "models"
+
+
+def cache_folder() -> Path:
+    """What kvtier keeps on this machine: `~/.cache/kvtier`, or the folder that KVTIER_CACHE_DIR names."""
     cache = os.environ.get(CACHE_ENV)
-    return (Path(cache).expanduser() if cache else Path.home() / ".cache" / "kvtier") / "models"
+    return Path(cache).expanduser() if cache else Path.home() / ".cache" / "kvtier"
 
 
 def demo_model_path() -> Path:

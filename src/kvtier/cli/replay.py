@@ -33,12 +33,14 @@ from kvtier.runtime import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvtier.sim.replay import Cell, ReplaySettings
+    from kvtier.sim.tier import TierModel
     from kvtier.sim.traces import Trace
 
 EXAMPLES = (
     "kvtier replay conversation_trace.jsonl",
     f"kvtier replay conversation_trace.jsonl --policy lru,{DEFAULT_POLICY},min --ram 1%,5%,20% --html report.html",
     "kvtier replay trace.jsonl.xz --model Qwen3-8B/config.json --ram 64GiB,256GiB --prefill-rate 30000",
+    "kvtier replay trace.jsonl --ram 2% --disk 50% --disk-gb-per-s 3.5,1.2",
     "kvtier replay trace.jsonl --untimed --json",
 )
 
@@ -62,6 +64,14 @@ def replay(
     prefill_rate: PrefillRate = None,
     ram_gb_per_s: Annotated[float, typer.Option(help="Speed of transfers to and from RAM, in GB/s.")] = 20.0,
     ram_latency_ms: Annotated[float, typer.Option(min=0, help="Time before a transfer moves its first byte.")] = 0.1,
+    disk: Annotated[
+        str | None,
+        typer.Option(help="A disk tier behind RAM, as a size like --ram.", show_default=False),
+    ] = None,
+    disk_gb_per_s: Annotated[
+        str, typer.Option(help="Speed of reads from the disk, or of reads and writes, by comma, in GB/s.")
+    ] = "3,1.5",
+    disk_latency_ms: Annotated[float, typer.Option(min=0, help="Time before a block from or to the disk moves.")] = 0.2,
     deadline_s: Annotated[float, typer.Option(min=0, help="How long a request waits for a block on its way.")] = 5.0,
     engine_cache: Annotated[
         str | None,
@@ -105,6 +115,7 @@ def replay(
             load_speed=speed,
             store_speed=speed,
             deadline_s=deadline_s,
+            lower_tiers=disk_tier(disk, disk_gb_per_s, disk_latency_ms / 1000, unique, block_bytes),
         ),
         timed=not untimed,
         chunk_blocks=chunk_blocks,
@@ -124,10 +135,32 @@ def replay(
         print_table(loaded, settings, cells, html)
 
 
+def disk_tier(
+    size: str | None, gb_per_s: str, latency_s: float, unique_blocks: int, block_bytes: int
+) -> tuple[TierModel, ...]:
+    """The disk tier that was asked for, if any. Raises ConfigurationError for a speed that is none."""
+    from kvtier.sim.sizes import parse_capacity
+    from kvtier.sim.tier import TierModel
+    from kvtier.sim.transport import LinkSpeed
+
+    if size is None:
+        return ()
+    try:
+        speeds = [float(text) for text in split(gb_per_s, "--disk-gb-per-s")]
+    except ValueError:
+        speeds = []
+    if len(speeds) not in (1, 2) or not all(speed > 0 for speed in speeds):
+        raise ConfigurationError(f'--disk-gb-per-s is {gb_per_s!r}; allowed: one or two speeds above 0, as in "3,1.5"')
+    load, store = (LinkSpeed(latency_s, speed * 1e9) for speed in (speeds[0], speeds[-1]))
+    return (TierModel("DISK", parse_capacity(size, unique_blocks, block_bytes, "--disk"), load, store),)
+
+
 def check_combination(settings: ReplaySettings) -> None:
     """Raises ConfigurationError for options that do not go together."""
     if settings.timed and settings.chunk_blocks:
         raise ConfigurationError("--chunk-blocks needs --untimed")
+    if settings.model.lower_tiers and not settings.timed:
+        raise ConfigurationError("--disk needs simulated time: leave out --untimed")
     if settings.engine_blocks and not settings.timed:
         raise ConfigurationError("--engine-cache needs simulated time: leave out --untimed")
 
@@ -145,6 +178,8 @@ def print_table(trace: Trace, settings: ReplaySettings, cells: Sequence[Cell], h
     headers = ["policy", "cache", "% of\nblocks", "block\nhits", "token\nhits", "GPU s\nsaved", "loaded", "stored"]
     if settings.engine_blocks:
         headers.insert(4, "of these\nin engine")
+    if settings.model.lower_tiers:
+        headers.insert(4, "of these\non disk")
     if settings.timed:
         headers += ["de-\nferred", "TTFT s\np50", "p90", "p99", "busy"]
     for number, header in enumerate(headers):
@@ -163,6 +198,8 @@ def print_table(trace: Trace, settings: ReplaySettings, cells: Sequence[Cell], h
         ]
         if settings.engine_blocks:
             row.insert(4, f"{cell.tiers['engine']['block_hit_ratio']:.4f}" if "engine" in cell.tiers else "-")
+        if settings.model.lower_tiers:
+            row.insert(4, f"{cell.tiers['disk']['block_hit_ratio']:.4f}" if "disk" in cell.tiers else "-")
         if settings.timed:
             row += [str(cell.deferred_requests), *(f"{value:.2f}" for value in ttfts(cell)), f"{cell.busy_share:.0%}"]
         table.add_row(*row)

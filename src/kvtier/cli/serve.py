@@ -42,9 +42,11 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises ConfigurationError for a setting that cannot work, before anything is started."""
-    from kvtier.runtime.config import parse_config
+    from kvtier.runtime import check_folders, parse_config
 
-    parse_config({key: value for key, value in settings.items() if value is not None})
+    config = parse_config({key: value for key, value in settings.items() if value is not None})
+    if config.disk is not None:
+        check_folders(config.disk)
 
 
 def server_command(model: str, settings: Mapping[str, Any], vllm_arguments: Sequence[str]) -> list[str]:

@@ -148,6 +148,10 @@ class RequestDriver:
         """Ids of the request's jobs that have not ended. The caller owns the set."""
         return set(self._request(req_id).jobs)
 
+    def context_of(self, req_id: str) -> ReqContext:
+        """The request's context in the manager. O(1)."""
+        return self._request(req_id).context
+
     # -- workers ---------------------------------------------------------------------------------------------
 
     def report(

@@ -1,22 +1,21 @@
-"""Which blocks come up from lower tiers: wishes of waiting requests, admission, and what a tier is known to deliver.
+"""Which blocks come up from lower tiers: wishes of waiting requests, and what of them is worth bringing.
 
-Sans-I/O: time, rates and outcomes are arguments.
+Sans-I/O: time and rates are arguments.
 """
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvtier.errors import ConfigurationError
-from kvtier.interfaces import ReqContext
+from kvtier.interfaces import ReqContext, Residency
 from kvtier.keys import OffloadKey
-from kvtier.manager.breaker import CircuitBreaker, Transfer
-from kvtier.manager.waiting import Rate
-from kvtier.tier_interfaces import Tier, TierOutcome
+from kvtier.manager.cpu import CPUOffloadingManager
+from kvtier.manager.pace import PROBE_BLOCKS, TierPace
+from kvtier.manager.tier_transfers import TierTransfers
 
-PROBE_BLOCKS = 16
-"""As long as nobody knows how fast a tier is, no more than this is asked of it at once."""
+_READY, _ARRIVING, _UNKNOWN, _ABSENT = Residency.READY, Residency.ARRIVING, Residency.UNKNOWN, Residency.ABSENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,69 +52,157 @@ class Wish:
     """Key -> number of the tier that has it, shallowest first as far as the engine asks in that order."""
     num_promoted: int = 0
     """Blocks brought up for the request so far."""
+    brought: dict[OffloadKey, int] = field(default_factory=dict)
+    """Those blocks, and which tier each came from."""
     declined: bool = False
     """Nothing more is brought up for it: waiting would cost more than it saves, or its share is used up."""
 
 
-class TierPace:
-    """What one lower tier delivers, and what it still owes. Decides whether asking it for more pays.
+class PromotionPlanner:
+    """Takes down what waiting requests would like to have from lower tiers, and has it brought up, within `limits`.
 
-    The rate is of blocks that arrived while something was on its way, so it knows queues, latency and bandwidth as
-    one; recent ones count most.
+    A tier that is slower than recomputing is not waited for; now and then it is tried again, with blocks that nobody
+    waits for. `counters` are the caller's, and counted in.
     """
 
-    def __init__(self, tier: Tier, breaker: CircuitBreaker | None = None) -> None:
-        self.tier = tier
-        self.breaker = breaker or CircuitBreaker()
-        self.num_pending = 0
-        """Blocks on their way up."""
-        self._rate = Rate()
-        self._seen_s = -math.inf
-        self._num_arrived = 0
+    def __init__(
+        self,
+        ram: CPUOffloadingManager,
+        paces: list[TierPace],
+        transfers: TierTransfers,
+        limits: TieringLimits,
+        counters: Counter[str],
+    ) -> None:
+        self.recompute_blocks_per_s: float | None = None
+        """What the engine computes; None: not known, nothing is compared."""
+        self._ram = ram
+        self._paces = paces
+        self._transfers = transfers
+        self._counters = counters
+        capacity = ram.get_stats().capacity_blocks
+        self._requests_per_step = limits.requests_per_step
+        self._max_promoting = max(1, int(capacity * limits.promoting_share))
+        self._max_of_request = max(1, int(capacity * limits.request_share))
+        self._wishes: dict[ReqContext, Wish] = {}
+        """Of requests that wait for a promotion that has not begun, oldest first."""
+        self._candidates: dict[int, list[OffloadKey]] = {}
+        """Number of a slow tier -> blocks that were asked for: what it is tried with."""
+
+    # -- asked by look-ups -----------------------------------------------------------------------------------
+
+    def residency(self, key: OffloadKey) -> tuple[Residency, int]:
+        """What the first lower tier says that knows something of the block, and its number. O(tiers)."""
+        for number, pace in enumerate(self._paces):
+            if pace.is_usable and (found := pace.tier.lookup((key,))[0]) is not _ABSENT:
+                return (_ARRIVING if found is _READY else found), number
+        return _ABSENT, -1
+
+    def ask(self, key: OffloadKey, req_context: ReqContext) -> Residency:
+        """What the request is told of a block that is not in RAM: notes the wish to have it there. O(tiers)."""
+        wish: Wish | None = req_context._states.get(self)
+        if wish is not None and wish.declined:
+            return _ABSENT
+        found, number = self.residency(key)
+        if found is _ABSENT or not self._ram.defer(req_context):
+            return _ABSENT
+        if found is _UNKNOWN:
+            return _UNKNOWN
+        if wish is None:
+            wish = req_context._states[self] = Wish(req_context)
+        if self._paces[number].is_slower(self.recompute_blocks_per_s):
+            self._decline(wish)
+            self._candidates.setdefault(number, []).append(key)
+            return _ABSENT
+        wish.keys[key] = number
+        self._wishes.setdefault(req_context, wish)
+        return _ARRIVING
+
+    def comes_too_slowly(self, key: OffloadKey) -> bool:
+        """Whether this block is on its way up, and computing it is quicker for who did not wait until now. O(1)."""
+        number = self._transfers.source_of(key)
+        return number is not None and self._paces[number].is_slower(self.recompute_blocks_per_s)
+
+    def is_wishing(self, req_context: ReqContext) -> bool:
+        """Whether the request waits for something to be begun. O(1)."""
+        return req_context in self._wishes
+
+    def brought_up(self, key: OffloadKey, req_context: ReqContext) -> int | None:
+        """The number of the tier that this block came from for this very request; None if none. O(1)."""
+        wish: Wish | None = req_context._states.get(self)
+        return wish.brought.get(key) if wish is not None else None
+
+    # -- told ------------------------------------------------------------------------------------------------
+
+    def forget(self, req_context: ReqContext) -> None:
+        """The request has finished."""
+        self._wishes.pop(req_context, None)
+        req_context._states.pop(self, None)
+
+    def clear(self) -> None:
+        """Nobody wishes for anything any more."""
+        self._wishes.clear()
+        self._candidates.clear()
+
+    def plan(self) -> None:
+        """At the end of a step: begins what is worth it. O(blocks wished for by `requests_per_step` requests)."""
+        for wish in list(self._wishes.values())[: self._requests_per_step]:
+            if self._room < 1:
+                break
+            del self._wishes[wish.context]
+            wanted, wish.keys = wish.keys, {}
+            if self._ram.defer(wish.context):  # else its deadline has passed
+                self._promote(wish, wanted)
+        for number in list(self._candidates):
+            self._probe(number)
+
+    # -- private ---------------------------------------------------------------------------------------------
 
     @property
-    def is_usable(self) -> bool:
-        """Whether look-ups and stores go to this tier now. O(1)."""
-        return not self.breaker.is_shut
+    def _room(self) -> int:
+        return self._max_promoting - self._transfers.num_promoting
 
-    @property
-    def blocks_per_s(self) -> float | None:
-        """None: nothing was seen yet."""
-        return self._rate.per_s
+    def _promote(self, wish: Wish, wanted: dict[OffloadKey, int]) -> None:
+        """Begins promotions for one request, tier by tier; what there is no room for is asked for again later.
 
-    def observe(self, now_s: float) -> None:
-        """Tells the time, after the outcomes until then were noted. O(1)."""
-        if self.num_pending + self._num_arrived and self._seen_s > -math.inf:
-            self._rate.note(self._num_arrived, now_s - self._seen_s)
-        self._num_arrived = 0
-        self._seen_s = now_s
-
-    def note_begun(self, num_blocks: int, is_store: bool) -> None:
-        """A job was handed to the tier."""
-        self.breaker.note_begun()
-        if not is_store:
-            self.num_pending += num_blocks
-
-    def note_outcome(self, outcome: TierOutcome, was_cancelled: bool) -> None:
-        """A job has ended. A block that is not there any more, or that we cancelled, is no failure of the tier."""
-        num_arrived = sum(outcome.succeeded)
-        if not outcome.is_store:
-            self.num_pending -= len(outcome.succeeded)
-            self._num_arrived += num_arrived
-        kind = Transfer.STORE if outcome.is_store else Transfer.LOAD
-        if num_arrived:
-            self.breaker.note_success(kind)
-        elif not was_cancelled:
-            self.breaker.note_failure(kind)
-
-    def num_worth_asking(self, num_blocks: int, recompute_blocks_per_s: float | None) -> int:
-        """How many of `num_blocks` more blocks arrive sooner than the engine could recompute them. O(1).
-
-        Nothing is compared as long as one of the rates is unknown; a tier of which nothing is known gets a probe.
+        From then on the request waits for a block in flight in RAM, like any other.
         """
-        if self.blocks_per_s is None:
-            return max(0, min(num_blocks, PROBE_BLOCKS - self.num_pending))
-        if recompute_blocks_per_s is None:
-            return num_blocks
-        expected_s = (self.num_pending + num_blocks) / self.blocks_per_s
-        return num_blocks if expected_s <= num_blocks / recompute_blocks_per_s else 0
+        for number, pace in enumerate(self._paces):
+            keys = [k for k, n in wanted.items() if n == number and self._ram.residency(k) is _ABSENT]
+            if not keys or not pace.is_usable:
+                continue
+            allowed = min(len(keys), self._room, self._max_of_request - wish.num_promoted)
+            count = pace.num_worth_asking(allowed, self.recompute_blocks_per_s) if allowed > 0 else 0
+            if count is None:
+                wish.keys = wanted
+                self._wishes[wish.context] = wish
+                continue
+            begun = self._transfers.bring_up(number, keys[:count]) if count else []
+            if not begun:
+                # its share is used up, or recomputing is sooner: waiting would be in vain
+                self._decline(wish)
+            wish.brought.update(dict.fromkeys(begun, number))
+            wish.num_promoted += len(begun)
+            if self._room < 1:
+                break
+        arriving = next((key for key in wanted if self._ram.residency(key) is _ARRIVING), None)
+        if arriving is not None:
+            if self.recompute_blocks_per_s is not None:
+                # a tier that turns out to be slower than expected then costs about twice what not asking it would have
+                self._ram.limit_wait(wish.context, len(wanted) / self.recompute_blocks_per_s)
+            self._ram.lookup(arriving, wish.context)
+
+    def _decline(self, wish: Wish) -> None:
+        wish.declined = True
+        self._counters["declined_promotions"] += 1
+
+    def _probe(self, number: int) -> None:
+        """Now and then brings up blocks from a slow tier, for nobody in particular."""
+        self._candidates[number] = candidates = self._candidates[number][-PROBE_BLOCKS:]
+        pace = self._paces[number]
+        if not pace.needs_probe or self._room < 1:
+            return
+        del self._candidates[number]
+        keys = [key for key in dict.fromkeys(candidates) if self._ram.residency(key) is _ABSENT]
+        if keys and pace.is_usable:
+            pace.begin_probe()
+            self._transfers.bring_up(number, keys[: self._room])

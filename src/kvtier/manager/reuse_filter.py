@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from kvtier.errors import ConfigurationError
 from kvtier.events import OffloadingEvent
@@ -109,6 +110,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def __init__(self, backing: OffloadingManager, store_threshold: int = 2, max_tracker_size: int = 64_000) -> None:
         self._backing = backing
         self._filter = ReuseFilter(store_threshold, max_tracker_size)
+        self._num_filtered = 0
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         self._filter.count_lookups((key,), req_context)
@@ -146,7 +148,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
             return list(keys)  # for the backing manager to refuse
         admitted = set(self._filter.admitted(keys))
         residency = self._backing.residency
-        return [key for key in keys if key in admitted or residency(key) is not Residency.ABSENT]
+        passed_on = [key for key in keys if key in admitted or residency(key) is not Residency.ABSENT]
+        self._num_filtered += len(keys) - len(passed_on)
+        return passed_on
 
     def count_offers(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._filter.count_offers(keys, req_context)
@@ -215,7 +219,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return self._backing.has_pending_work()
 
     def get_stats(self) -> ManagerStats:
-        return self._backing.get_stats()
+        """The backing manager's, and how many blocks this filter has kept from it."""
+        stats = self._backing.get_stats()
+        return replace(stats, counters={**stats.counters, "filtered_blocks": self._num_filtered})
 
     def check_invariants(self) -> None:
         self._backing.check_invariants()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import cast
 
-from kvtier.errors import ConfigurationError, InvariantError, KVTierError
+from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.events import OffloadingEvent
 from kvtier.interfaces import (
     CPULoadStoreSpec,
@@ -21,33 +18,15 @@ from kvtier.interfaces import (
     Residency,
 )
 from kvtier.keys import OffloadKey
+from kvtier.manager.breaker import CircuitBreaker
 from kvtier.manager.cascade import CascadeQueue, CascadeWhen
 from kvtier.manager.cpu import CPUOffloadingManager
-from kvtier.manager.promotions import TieringLimits, TierPace, Wish
-from kvtier.tier_interfaces import EpochStore, Tier, TierOutcome, TierStats
+from kvtier.manager.pace import TierPace
+from kvtier.manager.promotions import PromotionPlanner, TieringLimits
+from kvtier.manager.tier_transfers import TierTransfers
+from kvtier.tier_interfaces import EpochStore, Tier, TierStats
 
 _READY, _ARRIVING, _UNKNOWN, _ABSENT = Residency.READY, Residency.ARRIVING, Residency.UNKNOWN, Residency.ABSENT
-
-
-class _TierContext(ReqContext):
-    """Stands for a tier in the RAM manager's books, one for each job."""
-
-    __slots__ = ()
-    by_engine = False
-
-
-@dataclass(slots=True)
-class _Job:
-    """A transfer between RAM slots and a tier that has not ended."""
-
-    context: _TierContext
-    spec: CPULoadStoreSpec
-    keys: list[OffloadKey]
-    """What the tier has accepted: of `spec.keys`, the leading ones."""
-    tier_number: int
-    is_promotion: bool
-    begin_by_s: float
-    is_cancelled: bool = False
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -88,38 +67,34 @@ class TieredOffloadingManager(OffloadingManager):
         self._when = CascadeWhen.parse(cascade_when)
         capacity = ram.get_stats().capacity_blocks
         self._queues = [CascadeQueue(capacity) for _ in tiers]
-        self._max_promoting = max(1, int(capacity * self.limits.promoting_share))
-        self._max_of_request = max(1, int(capacity * self.limits.request_share))
         self._max_cascading = max(1, int(capacity * self.limits.cascading_share))
         self._epochs = epochs
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
-        self._jobs: dict[int, _Job] = {}
-        self._next_job_id = 0
-        self._num_promoting = 0
-        self._num_cascading = 0
-        self._wishes: dict[ReqContext, Wish] = {}
-        """Of requests that wait for a promotion that has not begun, oldest first."""
-        self._now_s = -math.inf
-        self._recompute_blocks_per_s: float | None = None
         self._counters: Counter[str] = Counter()
+        self._transfers = TierTransfers(ram, self._paces, self._counters, self._note_stored)
+        self._promotions = PromotionPlanner(ram, self._paces, self._transfers, self.limits, self._counters)
 
     # -- look-up ---------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if self._promotions.comes_too_slowly(key):
+            return False
         answer = self.ram.lookup(key, req_context)
         if answer is not False or self.ram.residency(key) is not _ABSENT:
             return answer
-        return False if self._ask_below(key, req_context) is _ABSENT else None
+        return False if self._promotions.ask(key, req_context) is _ABSENT else None
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixLookup:
         num_ready, stopped_by = self.ram.lookup_prefix(keys, req_context)
+        if stopped_by is _ARRIVING and self._promotions.comes_too_slowly(keys[num_ready]):
+            return PrefixLookup(num_ready, _ABSENT)
         if num_ready == len(keys) or (stopped_by is _ABSENT and self.ram.residency(keys[num_ready]) is not _ABSENT):
             return PrefixLookup(num_ready, stopped_by)
         # what is behind a block on its way is wanted as well, and can be brought up meanwhile
         for key in keys[num_ready:]:
             if self.ram.residency(key) is not _ABSENT:
                 continue
-            found = self._ask_below(key, req_context)
+            found = self._promotions.ask(key, req_context)
             if found is _ABSENT:
                 break
             if stopped_by is _ABSENT:
@@ -128,7 +103,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def residency(self, key: OffloadKey) -> Residency:
         in_ram = self.ram.residency(key)
-        return in_ram if in_ram is not _ABSENT else self._below(key)[0]
+        return in_ram if in_ram is not _ABSENT else self._promotions.residency(key)[0]
 
     # -- transfers of the engine -------------------------------------------------------------------------------
 
@@ -184,14 +159,12 @@ class TieredOffloadingManager(OffloadingManager):
         self.ram.on_new_request(req_context)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._wishes.pop(req_context, None)
-        req_context._states.pop(self, None)
+        self._promotions.forget(req_context)
         self.ram.on_request_finished(req_context)
 
     def on_schedule_end(self) -> None:
         self.ram.on_schedule_end()
-        if self._wishes:
-            self._plan_promotions()
+        self._promotions.plan()
         for number, queue in enumerate(self._queues):
             if queue:
                 self._cascade(number)
@@ -203,16 +176,17 @@ class TieredOffloadingManager(OffloadingManager):
     # -- waiting and time ------------------------------------------------------------------------------------
 
     def still_waiting(self, req_context: ReqContext) -> bool:
-        if req_context in self._wishes:
+        if self._promotions.is_wishing(req_context):
             return self.ram.defer(req_context)
-        return self.ram.still_waiting(req_context)
+        stuck_on = self.ram.stuck_on(req_context)
+        return stuck_on is not None and not self._promotions.comes_too_slowly(stuck_on)
 
     def worth_waiting(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
         return self.ram.worth_waiting(keys, req_context)
 
     def tell_recompute_rate(self, blocks_per_s: float | None) -> None:
-        self._recompute_blocks_per_s = blocks_per_s
         self.ram.tell_recompute_rate(blocks_per_s)
+        self._promotions.recompute_blocks_per_s = blocks_per_s
 
     def defer(self, req_context: ReqContext) -> bool:
         return self.ram.defer(req_context)
@@ -220,16 +194,9 @@ class TieredOffloadingManager(OffloadingManager):
     def advance(self, now_s: float) -> None:
         """Tells the time, and takes what the tiers have done since the last call."""
         self.ram.advance(now_s)
-        later = now_s > self._now_s
-        if later:
-            self._now_s = now_s
-            self._cancel_late_promotions()
-            for pace in self._paces:
-                pace.breaker.advance(now_s)
-        self._poll()
-        if later:
-            for pace in self._paces:
-                pace.observe(now_s)
+        self._transfers.advance(now_s)
+        for pace in self._paces:
+            self._note_removed(pace.tier)
 
     # -- whole cache -----------------------------------------------------------------------------------------
 
@@ -238,7 +205,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.ram.reset_cache()
         for queue in self._queues:
             queue.clear()
-        self._wishes.clear()
+        self._promotions.clear()
         failure = ""
         epoch = 0
         try:
@@ -280,15 +247,31 @@ class TieredOffloadingManager(OffloadingManager):
         """Of the tiers below RAM, in their order."""
         return [pace.tier.get_stats() for pace in self._paces]
 
+    @property
+    def breakers(self) -> list[tuple[str, CircuitBreaker]]:
+        """Of the tiers below RAM, in their order: medium and breaker. The caller owns the list."""
+        return [(pace.tier.medium, pace.breaker) for pace in self._paces]
+
+    @property
+    def num_cascading(self) -> int:
+        """Blocks on their way down. O(1)."""
+        return self._transfers.num_cascading
+
+    @property
+    def num_promoting(self) -> int:
+        """Blocks on their way up. O(1)."""
+        return self._transfers.num_promoting
+
+    def brought_up(self, key: OffloadKey, req_context: ReqContext) -> str | None:
+        """The medium below RAM that this block came from on behalf of this very request; None if none. O(1)."""
+        number = self._promotions.brought_up(key, req_context)
+        return None if number is None else self._paces[number].tier.medium
+
     def check_invariants(self) -> None:
         self.ram.check_invariants()
         for pace in self._paces:
             pace.tier.check_invariants()
-        promoting = sum(len(job.keys) for job in self._jobs.values() if job.is_promotion)
-        cascading = sum(len(job.keys) for job in self._jobs.values() if not job.is_promotion)
-        if (promoting, cascading) != (self._num_promoting, self._num_cascading):
-            counted = f"{self._num_promoting} and {self._num_cascading}"
-            raise InvariantError(f"{promoting} blocks on their way up and {cascading} down are counted as {counted}")
+        self._transfers.check_invariants()
 
     def flush_down(self) -> int:
         """Before a stop: offers all of RAM to the tiers that do not have it, whatever `cascade_when` says.
@@ -305,101 +288,14 @@ class TieredOffloadingManager(OffloadingManager):
     @property
     def num_to_flush(self) -> int:
         """Blocks that wait to go down, or are on their way. O(tiers)."""
-        return self._num_cascading + sum(map(len, self._queues))
+        return self._transfers.num_cascading + sum(map(len, self._queues))
 
     def shutdown(self) -> None:
         """Cancels what lower tiers have not begun. The caller closes the tiers, then the pool."""
-        for job_id, job in self._jobs.items():
-            self._paces[job.tier_number].tier.cancel(job_id)
+        self._transfers.cancel_all()
         self.ram.shutdown()
 
-    # -- up --------------------------------------------------------------------------------------------------
-
-    def _below(self, key: OffloadKey) -> tuple[Residency, int]:
-        """What the first lower tier says that knows something of the block, and its number."""
-        for number, pace in enumerate(self._paces):
-            if pace.is_usable and (found := pace.tier.lookup((key,))[0]) is not _ABSENT:
-                return (_ARRIVING if found is _READY else found), number
-        return _ABSENT, -1
-
-    def _ask_below(self, key: OffloadKey, req_context: ReqContext) -> Residency:
-        """What the request is told of a block that is not in RAM: notes the wish to have it there."""
-        wish: Wish | None = req_context._states.get(self)
-        if wish is not None and wish.declined:
-            return _ABSENT
-        found, number = self._below(key)
-        if found is _ABSENT or not self.ram.defer(req_context):
-            return _ABSENT
-        if found is _UNKNOWN:
-            return _UNKNOWN
-        if wish is None:
-            wish = req_context._states[self] = Wish(req_context)
-        wish.keys[key] = number
-        self._wishes.setdefault(req_context, wish)
-        return _ARRIVING
-
-    def _plan_promotions(self) -> None:
-        for wish in list(self._wishes.values())[: self.limits.requests_per_step]:
-            room = self._max_promoting - self._num_promoting
-            if room < 1:
-                return
-            del self._wishes[wish.context]
-            wanted = wish.keys
-            wish.keys = {}
-            if not self.ram.defer(wish.context):
-                continue  # its deadline has passed
-            self._promote(wish, wanted, room)
-
-    def _promote(self, wish: Wish, wanted: dict[OffloadKey, int], room: int) -> None:
-        """Begins promotions for one request, tier by tier; what is beyond `room` is asked for again when that has come.
-
-        From then on the request waits for a block in flight in RAM, like any other.
-        """
-        for number, pace in enumerate(self._paces):
-            keys = [k for k, n in wanted.items() if n == number and self.ram.residency(k) is _ABSENT]
-            if not keys or not pace.is_usable:
-                continue
-            allowed = min(len(keys), room, self._max_of_request - wish.num_promoted)
-            count = pace.num_worth_asking(allowed, self._recompute_blocks_per_s) if allowed > 0 else 0
-            begun = self._begin_promotion(number, keys[:count]) if count else 0
-            if not begun:
-                # its share is used up, or recomputing is sooner: waiting would be in vain
-                wish.declined = True
-                self._counters["declined_promotions"] += 1
-            wish.num_promoted += begun
-            room -= begun
-            if room < 1:
-                break
-        arriving = next((key for key in wanted if self.ram.residency(key) is _ARRIVING), None)
-        if arriving is not None:
-            self.ram.lookup(arriving, wish.context)
-
-    def _begin_promotion(self, number: int, keys: list[OffloadKey]) -> int:
-        """Makes room in RAM and asks the tier for the leading `keys` that fit. Returns how many."""
-        job_id = self._new_job_id()
-        context = _TierContext(f"promotion-{job_id}")
-        output = self.ram.prepare_store_prefix(keys, context)
-        spec = cast(CPULoadStoreSpec, output.store_spec)
-        if not output.keys_to_store:
-            return 0
-        pace = self._paces[number]
-        begin_by_s = self._now_s + self.ram.deadline_s
-        keys = output.keys_to_store
-        self._jobs[job_id] = _Job(context, spec, keys, number, is_promotion=True, begin_by_s=begin_by_s)
-        self._num_promoting += len(keys)
-        pace.note_begun(len(keys), is_store=False)
-        pace.tier.submit_load(job_id, keys, spec.slots)
-        return len(keys)
-
-    def _cancel_late_promotions(self) -> None:
-        """What has not begun by the deadline of whoever asked for it is of no use to them any more."""
-        if self._num_promoting:
-            for job_id, job in self._jobs.items():
-                if job.is_promotion and not job.is_cancelled and self._now_s >= job.begin_by_s:
-                    job.is_cancelled = True
-                    self._paces[job.tier_number].tier.cancel(job_id)
-
-    # -- down ------------------------------------------------------------------------------------------------
+    # -- private ---------------------------------------------------------------------------------------------
 
     def _queue_down(self, keys: Iterable[OffloadKey]) -> None:
         keys = list(keys)
@@ -408,53 +304,17 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _cascade(self, number: int) -> None:
         pace, queue = self._paces[number], self._queues[number]
-        room = self._max_cascading - self._num_cascading
+        room = self._max_cascading - self._transfers.num_cascading
         if room < 1 or not pace.is_usable:
             return
         keys = queue.take(room, lambda key: self.ram.residency(key) is _READY)
         below = pace.tier.lookup(keys)
         keys = [key for key, found in zip(keys, below, strict=True) if found is _ABSENT]
-        if not keys:
-            return
-        job_id = self._new_job_id()
-        context = _TierContext(f"cascade-{job_id}")
-        spec = self.ram.prepare_load(keys, context)
-        num_accepted = pace.tier.submit_store(job_id, keys, spec.slots)
-        if num_accepted < len(keys):
-            self.ram.complete_load(keys[num_accepted:], context, spec=spec)
-            queue.give_back(keys[num_accepted:])
-        if num_accepted:
-            accepted = keys[:num_accepted]
-            self._jobs[job_id] = _Job(context, spec, accepted, number, is_promotion=False, begin_by_s=math.inf)
-            self._num_cascading += num_accepted
-            pace.note_begun(num_accepted, is_store=True)
+        if keys:
+            queue.give_back(keys[self._transfers.take_down(number, keys) :])
 
-    # -- what the tiers say ------------------------------------------------------------------------------------
-
-    def _poll(self) -> None:
-        for pace in self._paces:
-            for outcome in pace.tier.poll():
-                self._end(outcome, pace)
-            self._note_removed(pace.tier)
-
-    def _end(self, outcome: TierOutcome, pace: TierPace) -> None:
-        job = self._jobs.pop(outcome.job_id)
-        pace.note_outcome(outcome, job.is_cancelled)
-        keys, spec = job.keys, job.spec
-        moved = [key for key, succeeded in zip(keys, outcome.succeeded, strict=True) if succeeded]
-        if job.is_promotion:
-            failed = [key for key, succeeded in zip(keys, outcome.succeeded, strict=True) if not succeeded]
-            self._num_promoting -= len(keys)
-            self.ram.complete_store(moved, job.context, spec=spec)
-            self.ram.complete_store(failed, job.context, success=False, spec=spec)
-            self.ram.on_request_finished(job.context)
-            self._counters["promoted_blocks"] += len(moved)
-            self._counters["failed_promotion_blocks"] += len(failed)
-            return
-        self._num_cascading -= len(keys)
-        self.ram.complete_load(keys, job.context, spec=spec)
-        self._counters["cascaded_blocks"] += len(moved)
-        self._emit(moved, pace.tier.medium, removed=False)
+    def _note_stored(self, medium: str, keys: list[OffloadKey]) -> None:
+        self._emit(keys, medium, removed=False)
 
     def _note_removed(self, tier: Tier) -> None:
         self._emit(tier.take_removed(), tier.medium, removed=True)
@@ -462,7 +322,3 @@ class TieredOffloadingManager(OffloadingManager):
     def _emit(self, keys: list[OffloadKey], medium: str, removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(OffloadingEvent(keys, medium, removed))
-
-    def _new_job_id(self) -> int:
-        self._next_job_id += 1
-        return self._next_job_id

@@ -5,9 +5,12 @@ from kvtier.interfaces import CachePolicy
 from kvtier.policy.adaptive import AdaptiveCachePolicy
 from kvtier.policy.arc import ARCCachePolicy
 from kvtier.policy.lru import LRUCachePolicy
+from kvtier.policy.lru2 import LRU2CachePolicy
+from kvtier.policy.s3fifo import S3FIFOCachePolicy
 
 POLICIES: dict[str, type[CachePolicy]] = {
-    policy.name: policy for policy in (AdaptiveCachePolicy, ARCCachePolicy, LRUCachePolicy)
+    policy.name: policy
+    for policy in (AdaptiveCachePolicy, ARCCachePolicy, LRU2CachePolicy, LRUCachePolicy, S3FIFOCachePolicy)
 }
 
 
@@ -22,4 +25,12 @@ def make_policy(name: str, cache_capacity: int) -> CachePolicy:
     return policy(cache_capacity)
 
 
-__all__ = ["POLICIES", "ARCCachePolicy", "AdaptiveCachePolicy", "LRUCachePolicy", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "ARCCachePolicy",
+    "AdaptiveCachePolicy",
+    "LRU2CachePolicy",
+    "LRUCachePolicy",
+    "S3FIFOCachePolicy",
+    "make_policy",
+]

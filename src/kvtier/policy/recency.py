@@ -7,7 +7,7 @@ its front is always at hand. Its methods for one key are fast, its `update` and 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from itertools import filterfalse, islice, repeat, starmap
 from typing import Any
 
@@ -56,9 +56,21 @@ def put_back(queue: RecencyQueue, keys: Sequence[OffloadKey]) -> None:
         queue.move_to_end(key, last=False)
 
 
-def least_recent(queue: RecencyQueue, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey]:
+def least_recent(
+    queue: Iterable[OffloadKey], count: int, protected: Sequence[Container[OffloadKey]] = ()
+) -> list[OffloadKey]:
     """The first `count` keys that are in none of `protected`, or all there are. O(returned + passed over)."""
     keys: Iterable[OffloadKey] = queue
     for container in protected:
         keys = filterfalse(container.__contains__, keys)
     return list(islice(keys, max(0, count)))
+
+
+def has_evictable(keys: Collection[OffloadKey], count: int, protected: Sequence[Container[OffloadKey]]) -> bool:
+    """Whether at least `count` of `keys` are in none of `protected`. O(1) where their sizes alone say so."""
+    try:
+        if count + sum(map(len, protected)) <= len(keys):  # type: ignore[arg-type]
+            return True
+    except TypeError:  # a container that cannot tell its size
+        pass
+    return count <= len(keys) and len(least_recent(keys, count, protected)) == count

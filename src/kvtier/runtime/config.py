@@ -6,9 +6,6 @@ ours come on top. Every mistake is one ConfigurationError that names the key, th
 
 from __future__ import annotations
 
-import difflib
-import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,18 +13,13 @@ import msgspec
 
 from kvtier.errors import ConfigurationError
 from kvtier.manager.breaker import DEFAULT_COOLDOWN_S, DEFAULT_FAILURES, DEFAULT_MAX_COOLDOWN_S
+from kvtier.manager.hints import DEFAULT_PIN_SHARE
 from kvtier.policy import POLICIES
+from kvtier.runtime.disk import DiskSettings, parse_disk
+from kvtier.runtime.values import checked, flag, number, one_of, parse_size, text, whole
 
 DEFAULT_POLICY = "adaptive"
 """What adapters and the command line use unless told otherwise: see docs/decisions/eviction.md."""
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
-    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +48,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Failed transfers in a row after which a tier is left alone for a while; 0: never."""
     breaker_cooldown_s: float = DEFAULT_COOLDOWN_S
     """How long, the first time; twice as long whenever the tier then fails again, up to a limit."""
+    pin_share: float = DEFAULT_PIN_SHARE
+    """Of the blocks in RAM, that requests may pin by a hint."""
     pool_dir: str | None = None
     """Folder of the filesystem to take the RAM from, for example one mounted with huge pages."""
     copy_threads: int = 2
@@ -64,100 +58,46 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file for the engine's traffic as a trace with salted ids: see `kvtier.runtime.recorder`."""
     debug: bool = False
     """Recount the books whenever no transfer is open."""
-
-
-def parse_size(value: Any, key: str = "size") -> int:
-    """Bytes in `value`: an integer, or a number with a unit such as "512MiB", "8GiB" or "20GB".
-
-    Raises ConfigurationError, naming `key`, for anything else and for sizes that are not positive.
-    """
-    size = math.nan
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _UNITS:
-        size = float(match[1]) * _UNITS[match[2]]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        size = float(value)
-    if not 0 < size < math.inf:
-        raise ConfigurationError(f'{key} is {value!r}; allowed: bytes, or a size such as "512MiB", "8GiB", "20GB"')
-    return int(size)
-
-
-def _whole(minimum: int) -> Callable[[Any, str], int]:
-    def check(value: Any, key: str) -> int:
-        number = value
-        if isinstance(number, str) and re.fullmatch(r"-?\d+", number):
-            number = int(number)
-        if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
-            raise ConfigurationError(f"{key} is {value!r}; allowed: a whole number of {minimum} or more")
-        return number
-
-    return check
-
-
-def _number(allowed: str, is_allowed: Callable[[float], bool]) -> Callable[[Any, str], float]:
-    """A finite number for which `is_allowed` holds; `allowed` says so in words."""
-
-    def check(value: Any, key: str) -> float:
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not (math.isfinite(number) and is_allowed(number)):
-            raise ConfigurationError(f"{key} is {value!r}; allowed: {allowed}")
-        return number
-
-    return check
-
-
-def _flag(value: Any, key: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{key} is {value!r}; allowed: true, false")
-    return value
-
-
-def _policy(value: Any, key: str) -> str:
-    if value not in POLICIES:
-        raise ConfigurationError(f"{key} is {value!r}; allowed: {', '.join(sorted(POLICIES))}")
-    return str(value)
-
-
-def _text(value: Any, key: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigurationError(f"{key} is {value!r}; allowed: a path")
-    return value
+    disk: DiskSettings | None = None
+    """A tier on disk behind the RAM."""
 
 
 _KEYS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "ram": ("ram_bytes", parse_size),
     "cpu_bytes_to_use": ("ram_bytes", parse_size),
-    "policy": ("policy", _policy),
-    "eviction_policy": ("policy", _policy),
-    "store_threshold": ("store_threshold", _whole(0)),
-    "max_tracker_size": ("max_tracker_size", _whole(1)),
-    "blocks_per_chunk": ("blocks_per_chunk", _whole(1)),
-    "block_size": ("block_size", _whole(1)),
-    "offload_prompt_only": ("offload_prompt_only", _flag),
-    "deadline_s": ("deadline_s", _number("0 (never wait) or more seconds", lambda number: number >= 0)),
-    "store_timeout_s": ("store_timeout_s", _number("more than 0 seconds", lambda number: number > 0)),
+    "policy": ("policy", one_of(sorted(POLICIES))),
+    "eviction_policy": ("policy", one_of(sorted(POLICIES))),
+    "store_threshold": ("store_threshold", whole(0)),
+    "max_tracker_size": ("max_tracker_size", whole(1)),
+    "blocks_per_chunk": ("blocks_per_chunk", whole(1)),
+    "block_size": ("block_size", whole(1)),
+    "offload_prompt_only": ("offload_prompt_only", flag),
+    "deadline_s": ("deadline_s", number("0 (never wait) or more seconds", lambda number: number >= 0)),
+    "store_timeout_s": ("store_timeout_s", number("more than 0 seconds", lambda number: number > 0)),
     "prefill_tokens_per_s": (
         "prefill_tokens_per_s",
-        _number("0 (never compare) or more tokens a second", lambda number: number >= 0),
+        number("0 (never compare) or more tokens a second", lambda number: number >= 0),
     ),
-    "breaker_failures": ("breaker_failures", _whole(0)),
+    "breaker_failures": ("breaker_failures", whole(0)),
     "breaker_cooldown_s": (
         "breaker_cooldown_s",
-        _number(
+        number(
             f"more than 0 and at most {DEFAULT_MAX_COOLDOWN_S:g} seconds",
             lambda number: 0 < number <= DEFAULT_MAX_COOLDOWN_S,
         ),
     ),
-    "pool_dir": ("pool_dir", _text),
-    "copy_threads": ("copy_threads", _whole(1)),
-    "record_trace": ("record_trace", _text),
-    "debug": ("debug", _flag),
+    "pin_share": ("pin_share", number("0 (no hint pins) to 1 (all blocks)", lambda number: 0 <= number <= 1)),
+    "pool_dir": ("pool_dir", text),
+    "copy_threads": ("copy_threads", whole(1)),
+    "record_trace": ("record_trace", text),
+    "debug": ("debug", flag),
+    "disk": ("disk", parse_disk),
 }
 _EXCLUSIVE = (("ram", "cpu_bytes_to_use"), ("policy", "eviction_policy"), ("blocks_per_chunk", "block_size"))
-_NOT_SETTINGS = frozenset({"spec_name", "spec_module_path", "self_describing_kv_events", "kvtier.one_process"})
-"""Keys that pass through: vLLM's own, and what the connector tells its spec."""
+_NOT_SETTINGS = frozenset({"spec_name", "spec_module_path", "self_describing_kv_events"})
+"""Keys of vLLM's own that pass through."""
+_OWN_PREFIX = "kvtier."
+"""Keys with this prefix pass through too: what an adapter tells itself."""
 
 
 def parse_config(settings: Mapping[str, Any]) -> Config:
@@ -166,16 +106,8 @@ def parse_config(settings: Mapping[str, Any]) -> Config:
     Raises ConfigurationError for an unknown key (with the nearest known one), a bad value, two keys that say the
     same thing, and a missing RAM size.
     """
-    fields: dict[str, Any] = {}
-    for key, value in settings.items():
-        if key in _NOT_SETTINGS:
-            continue
-        if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(sorted(_KEYS))}"
-            raise ConfigurationError(f"unknown setting {key!r}; {hint}")
-        field, check = _KEYS[key]
-        fields[field] = check(value, key)
+    passing = {key for key in settings if key in _NOT_SETTINGS or key.startswith(_OWN_PREFIX)}
+    fields = checked({key: value for key, value in settings.items() if key not in passing}, _KEYS)
     for one, other in _EXCLUSIVE:
         if one in settings and other in settings:
             raise ConfigurationError(f"{one!r} and {other!r} say the same thing; set one of them")

@@ -3,11 +3,14 @@
 Knowing the future, a cache keeps what is used again soonest and does not keep what never is. A block is used again no
 later than any block behind it, so of the blocks that wait for one later request the deepest go first, and what is kept
 for it is always one run: only its length has to be known.
+
+`optimal_stream_hits` is the plain form, for a stream of single keys that are no prefixes of one another.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -45,3 +48,29 @@ def optimal_hits(runs: IntArray, num_requests: int, capacity: int) -> IntArray:
             if not kept_for[waiting]:
                 heapq.heappop(latest_first)
     return np.array(hits, dtype=np.int64)
+
+
+def optimal_stream_hits(keys: Sequence[Hashable], capacity: int) -> int:
+    """Hits of Belady's MIN on a stream of single keys, every one of which enters the cache. O(n log n)."""
+    never = len(keys)
+    next_use = [never] * len(keys)
+    latest: dict[Hashable, int] = {}
+    for position in range(len(keys) - 1, -1, -1):
+        next_use[position] = latest.get(keys[position], never)
+        latest[keys[position]] = position
+    wanted_at: dict[Hashable, int] = {}
+    latest_first: list[tuple[int, int]] = []
+    hits = 0
+    for position, key in enumerate(keys):
+        if key in wanted_at:
+            hits += 1
+        elif len(wanted_at) >= capacity:
+            while True:
+                wanted, user = heapq.heappop(latest_first)
+                # an entry is overtaken once its key was used after it was made
+                if wanted_at.get(keys[user]) == -wanted:
+                    del wanted_at[keys[user]]
+                    break
+        wanted_at[key] = next_use[position]
+        heapq.heappush(latest_first, (-next_use[position], position))
+    return hits

@@ -205,7 +205,17 @@ def _timed_cell(
         tiers["engine"] = _tier(trace, nothing, result.engine_blocks, 0, 0)
     if policy != NO_TIER:
         moved = result.moved_bytes(stores=False), result.moved_bytes(stores=True)
-        tiers["ram"] = _tier(trace, result.engine_blocks, result.loaded_blocks, *moved)
+        # what a lower tier brought up lies behind what RAM had
+        from_ram = result.loaded_blocks - sum(result.promoted_blocks.values(), nothing)
+        tiers["ram"] = _tier(trace, result.engine_blocks, from_ram, *moved)
+        first = result.engine_blocks + from_ram
+        for stats in result.tier_stats:
+            promoted = result.promoted_blocks[stats.medium]
+            loaded, stored = (
+                stats.counters.get(name, 0) * settings.model.block_bytes for name in ("loaded_blocks", "stored_blocks")
+            )
+            tiers[stats.medium.lower()] = _tier(trace, first, promoted, loaded, stored)
+            first = first + promoted
     token_hit_ratio = sum(tier["token_hit_ratio"] for tier in tiers.values())
     p50, p90, p99 = (float(value) for value in np.percentile(result.ttft_s, (50, 90, 99)))
     cell = Cell(
@@ -273,6 +283,17 @@ def as_json(trace: Trace, settings: ReplaySettings, cells: Sequence[Cell]) -> di
             "ram_latency_s": model.load_speed.latency_s,
             "deadline_s": model.deadline_s,
             "engine_blocks": settings.engine_blocks,
+            "lower_tiers": [
+                {
+                    "medium": tier.medium,
+                    "capacity_blocks": tier.capacity_blocks,
+                    "load_bytes_per_s": tier.load_speed.bytes_per_s,
+                    "store_bytes_per_s": tier.store_speed.bytes_per_s,
+                    "latency_s": tier.load_speed.latency_s,
+                    "policy": tier.policy,
+                }
+                for tier in model.lower_tiers
+            ],
             "timed": settings.timed,
         },
         "cells": [

@@ -20,14 +20,18 @@ import numpy.typing as npt
 
 from kvtier.interfaces import OffloadingManager, ReqContext
 from kvtier.keys import OffloadKey
-from kvtier.manager import RequestDriver
+from kvtier.manager import CPUOffloadingManager, RequestDriver, TieredOffloadingManager
 from kvtier.sim.clock import SimulatedClock
+from kvtier.sim.tier import SimulatedTier, TierModel
 from kvtier.sim.traces import Trace
 from kvtier.sim.transport import LinkSpeed, SimulatedTransport, TransportJob
+from kvtier.tier_interfaces import TierStats
 from kvtier.transfers.jobs import TransferOutcome
 
 LOADS_AHEAD = 4
 """So many requests at the front of the queue may be loaded while the engine computes another."""
+STEP_S = 0.001
+"""An engine that has nothing to compute asks again for a request that waits after so long."""
 _PROGRESS_EVERY = 200
 
 
@@ -43,6 +47,8 @@ class ServingModel:
     """Of one request: how long it holds its place after its first token."""
     deadline_s: float = 5.0
     """The manager's: how long a request may wait for a block on its way."""
+    lower_tiers: tuple[TierModel, ...] = ()
+    """Behind RAM, the fastest first."""
 
 
 @dataclass(slots=True)
@@ -54,7 +60,9 @@ class ServingResult:
     engine_blocks: npt.NDArray[np.int64]
     """(requests,): leading blocks found in the engine's own cache."""
     loaded_blocks: npt.NDArray[np.int64]
-    """(requests,): blocks behind these that were loaded from the tier."""
+    """(requests,): blocks behind these that were loaded from RAM."""
+    promoted_blocks: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    """Medium -> (requests,): those of the loaded blocks that a lower tier had brought up for this very request."""
     num_deferred: int = 0
     """Requests that were told to wait for a block on its way."""
     num_failed_loads: int = 0
@@ -64,7 +72,11 @@ class ServingResult:
     makespan_s: float = 0.0
     """From the first arrival to the last first token."""
     transfers: list[tuple[float, bool, int]] = field(default_factory=list)
-    """(end in seconds after the first arrival, whether a store, bytes) of every transfer that was made."""
+    """(end in seconds after the first arrival, whether a store, bytes) of every transfer to and from RAM."""
+    tier_stats: list[TierStats] = field(default_factory=list)
+    """Of the lower tiers, at the end."""
+    counters: dict[str, int] = field(default_factory=dict)
+    """The manager's, at the end."""
 
     def moved_bytes(self, stores: bool) -> int:
         """Bytes stored to the tier, or loaded from it."""
@@ -72,24 +84,36 @@ class ServingResult:
 
 
 class Serving:
-    """One run of a trace. `manager` None: no tier, everything that the engine itself has lost is computed again."""
+    """One run of a trace. `ram` None: no tier, everything that the engine itself has lost is computed again.
+
+    With lower tiers in the model `ram` is in front of them, in a `TieredOffloadingManager`.
+    """
 
     def __init__(
         self,
         trace: Trace,
         model: ServingModel,
-        manager: OffloadingManager | None,
+        ram: CPUOffloadingManager | None,
         engine_cache: OffloadingManager | None = None,
     ) -> None:
         num = len(trace.requests)
         self._trace = trace
         self._model = model
         self._clock = SimulatedClock()
+        self._tiered: TieredOffloadingManager | None = None
+        manager: OffloadingManager | None = ram
+        if ram is not None and model.lower_tiers:
+            manager = self._tiered = self._with_lower_tiers(ram)
         self._driver = RequestDriver(manager) if manager is not None else None
         self._engine_cache = engine_cache
         self._engine_contexts: dict[int, ReqContext] = {}
         self._transport = SimulatedTransport(
-            self._clock, model.load_speed, model.store_speed, num_lanes=1, on_outcome=self._transfer_ended
+            self._clock,
+            model.load_speed,
+            model.store_speed,
+            num_lanes=1,
+            slice_bytes=model.block_bytes,
+            on_outcome=self._transfer_ended,
         )
         self._arrivals_s = [
             (request.timestamp_ms - trace.requests[0].timestamp_ms) / 1000 for request in trace.requests
@@ -100,9 +124,18 @@ class Serving:
         self._loads: dict[int, int] = {}
         """Job -> the request that it loads for."""
         self._busy = False
+        self._newly_deferred = False
         self._deferred_until_s: dict[int, float] = {}
         self._wake_at_s = math.inf
         self.result = ServingResult(np.full(num, math.nan), np.zeros(num, np.int64), np.zeros(num, np.int64))
+        self.result.promoted_blocks = {tier.medium: np.zeros(num, np.int64) for tier in model.lower_tiers}
+
+    def _with_lower_tiers(self, ram: CPUOffloadingManager) -> TieredOffloadingManager:
+        model = self._model
+        tiers = [SimulatedTier(self._clock, tier, model.block_bytes, self._tier_moved) for tier in model.lower_tiers]
+        tiered = TieredOffloadingManager(ram, tiers)
+        tiered.tell_recompute_rate(model.prefill_tokens_per_s / self._trace.block_tokens)
+        return tiered
 
     def run(self, on_progress: Callable[[int], object] = lambda num_requests: None) -> ServingResult:
         """Everything from the first arrival until all is quiet. O(events x log events + blocks)."""
@@ -113,8 +146,10 @@ class Serving:
             pass
         on_progress(self._num_started % _PROGRESS_EVERY)
         if self._driver is not None:
-            counters = self._driver.manager.get_stats().counters
-            self.result.num_deferred = counters.get("deferred_requests", 0)
+            self.result.counters = dict(self._driver.manager.get_stats().counters)
+            self.result.num_deferred = self.result.counters.get("deferred_requests", 0)
+        if self._tiered is not None:
+            self.result.tier_stats = self._tiered.tier_stats()
         return self.result
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -148,6 +183,12 @@ class Serving:
             if self._clock.now_s < wake_at_s < self._wake_at_s:
                 self._wake_at_s = wake_at_s
                 self._clock.at(wake_at_s, self._ask_again)
+        if self._driver is not None:
+            self._driver.manager.on_schedule_end()
+        if self._newly_deferred:
+            # what is on its way for them is decided at the end of the step
+            self._newly_deferred = False
+            self._clock.after(STEP_S, self._schedule)
 
     def _ask_again(self) -> None:
         self._wake_at_s = math.inf
@@ -161,12 +202,15 @@ class Serving:
         if self._driver is not None:
             num_ready = self._driver.match(str(number), in_engine)
         if num_ready is None:
-            self._deferred_until_s.setdefault(number, self._clock.now_s + self._model.deadline_s)
+            if number not in self._deferred_until_s:
+                self._deferred_until_s[number] = self._clock.now_s + self._model.deadline_s
+                self._newly_deferred = self._tiered is not None
             return False
         self._deferred_until_s.pop(number, None)
         if num_ready and len(self._loads) < LOADS_AHEAD and self._driver is not None:
             plan = self._driver.plan_load(str(number), in_engine, num_ready)
             self._loads[plan.job_id] = number
+            self._note_promoted(number, plan.spec.keys)
             self.result.engine_blocks[number] = in_engine
             num_bytes = num_ready * self._model.block_bytes
             self._transport.submit(TransportJob(plan.job_id, False, num_bytes, plan.spec.begin_by_s))
@@ -208,6 +252,18 @@ class Serving:
 
     # -- transfers -------------------------------------------------------------------------------------------
 
+    def _note_promoted(self, number: int, keys: Sequence[OffloadKey]) -> None:
+        if self._tiered is not None and self._driver is not None:
+            context = self._driver.context_of(str(number))
+            for key in keys:
+                medium = self._tiered.brought_up(key, context)
+                if medium is not None:
+                    self.result.promoted_blocks[medium][number] += 1
+
+    def _tier_moved(self) -> None:
+        """A job between RAM and a lower tier has ended: the engine takes note in its next step."""
+        self._clock.after(0.0, self._schedule)
+
     def _transfer_ended(self, outcome: TransferOutcome) -> None:
         assert self._driver is not None
         if outcome.success:
@@ -222,6 +278,8 @@ class Serving:
             heapq.heappush(self._loaded, number)
         if not self._busy or number is not None:
             self._schedule()
+        else:
+            self._driver.manager.on_schedule_end()
 
     # -- the engine's own cache ------------------------------------------------------------------------------
 

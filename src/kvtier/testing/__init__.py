@@ -5,10 +5,13 @@
 """
 
 from kvtier.testing.checked_driver import CheckedDriver
+from kvtier.testing.faulty_tier import FaultyTier, TierFaults
 from kvtier.testing.faulty_worker import FaultyWorker, WorkerFaults
 from kvtier.testing.model import ReferenceManager
-from kvtier.testing.model_policies import ReferenceARC, ReferenceLRU
+from kvtier.testing.model_policies import ReferenceARC, ReferenceLRU, ReferenceLRU2, ReferenceS3FIFO
 from kvtier.testing.observe import eviction_order, make_keys, snapshot, store_ready
+from kvtier.testing.policy_driver import PolicyDriver
+from kvtier.testing.policy_suite import PolicyConformance
 from kvtier.testing.promises import Promises
 from kvtier.testing.simulated_disk import SimulatedFileSystem
 from kvtier.testing.tier_driver import TierDriver
@@ -16,14 +19,20 @@ from kvtier.testing.tier_suite import TierConformance
 
 __all__ = [
     "CheckedDriver",
+    "FaultyTier",
     "FaultyWorker",
+    "PolicyConformance",
+    "PolicyDriver",
     "Promises",
     "ReferenceARC",
     "ReferenceLRU",
+    "ReferenceLRU2",
     "ReferenceManager",
+    "ReferenceS3FIFO",
     "SimulatedFileSystem",
     "TierConformance",
     "TierDriver",
+    "TierFaults",
     "WorkerFaults",
     "eviction_order",
     "make_keys",

@@ -9,7 +9,7 @@ from typing import Any
 from kvtier.interfaces import CachePolicy, CPULoadStoreSpec, OffloadingManager, ReqContext
 from kvtier.keys import OffloadKey, make_offload_key
 
-_ARC_LISTS = ("t1", "t2", "b1", "b2")
+_LISTS = ("t1", "t2", "b1", "b2", "small", "main", "ghosts")
 # others may count questions too
 _COUNTERS_OF_STATE = ("stored_blocks", "evicted_blocks", "late_completions")
 
@@ -27,9 +27,9 @@ def eviction_order(policy: CachePolicy) -> list[OffloadKey]:
 
 
 def policy_state(policy: CachePolicy) -> dict[str, Any]:
-    """Eviction order and, for ARC, the four lists and the target."""
+    """Eviction order and the lists that a policy shows, and ARC's target."""
     state: dict[str, Any] = {"order": eviction_order(policy), "resident": sorted(policy)}
-    for name in _ARC_LISTS:
+    for name in _LISTS:
         if hasattr(policy, name):
             state[name] = list(getattr(policy, name))
     if hasattr(policy, "target_t1_size"):

@@ -91,6 +91,7 @@ class AcceleratorWorker(PooledWorker):
 
     def _copies_for(self, job_id: int, pool: CPULoadStoreSpec, is_store: bool) -> OffloadingWorker | None:
         """Who does the job. None: it has failed, for want of a pool, too late, or with slots that no pool has."""
+        self._open.add(job_id)
         reason = ""
         if self._copies is None:
             reason = "no pool is attached"
@@ -108,12 +109,13 @@ class AcceleratorWorker(PooledWorker):
         for result in self._copies.get_finished() if self._copies else ():
             is_store = result.job_id in self._stores
             self._stores.discard(result.job_id)
-            self._note_outcome(result.job_id, is_store, result.success, "the device's copy failed")
+            if not self._note_outcome(result.job_id, is_store, result.success, "the device's copy failed"):
+                continue
             # vLLM's connector asserts success
             results.append(result if result.success else TransferResult(result.job_id, True))
         for job_id, is_store, reason in self._never_begun:
-            self._note_outcome(job_id, is_store, False, reason)
-            results.append(TransferResult(job_id, True))
+            if self._note_outcome(job_id, is_store, False, reason):
+                results.append(TransferResult(job_id, True))
         self._never_begun.clear()
         return results
 

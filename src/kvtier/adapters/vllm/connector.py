@@ -23,10 +23,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvtier.adapters.vllm.identity import NoIdentityError, identity_fields
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metadata import KVTierConnectorMetadata, KVTierWorkerMetadata
 from kvtier.adapters.vllm.recording import Recording
-from kvtier.adapters.vllm.spec import ONE_PROCESS_KEY, KVTierOffloadingSpec
+from kvtier.adapters.vllm.spec import IDENTITY_KEY, NUM_ENGINES_KEY, ONE_PROCESS_KEY, KVTierOffloadingSpec
 from kvtier.adapters.vllm.worker import PooledWorker
 from kvtier.errors import ConfigurationError
 from kvtier.interfaces import CPULoadStoreSpec, ReqContext
@@ -57,6 +58,8 @@ class KVTierConnector(OffloadingConnector):
         transfer_config.kv_connector_extra_config[ONE_PROCESS_KEY] = (
             vllm_config.parallel_config.distributed_executor_backend == "uni"
         )
+        if role == KVConnectorRole.SCHEDULER and settings.disk is not None:
+            _tell_identity(vllm_config, kv_cache_config, settings.disk.weights_id)
         # the scheduler reads this right after: a failed load is recomputed, not an error of the request
         transfer_config.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config, role, kv_cache_config)
@@ -212,12 +215,15 @@ class KVTierConnector(OffloadingConnector):
                 manager.core.check_invariants()
             except Exception as error:
                 manager.count_error("check_invariants", error)
+        is_idle_step = not scheduler_output.total_num_scheduled_tokens
+        if is_idle_step:
+            manager.linger(IDLE_STEP_S)
         return KVTierConnectorMetadata(
             load_jobs=meta.load_jobs,
             store_jobs=meta.store_jobs,
             jobs_to_flush=meta.jobs_to_flush,
             pool=manager.pool_handle,
-            is_idle_step=not scheduler_output.total_num_scheduled_tokens,
+            is_idle_step=is_idle_step,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -229,6 +235,8 @@ class KVTierConnector(OffloadingConnector):
                 self._report(job_id, num_ranks, failed=job_id in failed_jobs)
             self._drop_unknown_to_vllm(meta)
         super().update_connector_output(connector_output)
+        # what has just been stored goes down now: an idle engine has no next step
+        self._manager.core.on_schedule_end()
 
     def _report(self, job_id: int, num_ranks: int, failed: bool) -> None:
         manager, jobs = self._manager, self._jobs
@@ -297,6 +305,21 @@ class KVTierConnector(OffloadingConnector):
     def _attach(self, metadata: KVConnectorMetadata | None) -> None:
         if isinstance(metadata, KVTierConnectorMetadata):
             self._worker.attach(metadata.pool)
+
+
+def _tell_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_id: str | None) -> None:
+    """What the spec cannot see: whose blocks a disk would hold. Where nobody could tell, there is no disk tier."""
+    extra_config, parallel = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.parallel_config
+    try:
+        extra_config[IDENTITY_KEY] = identity_fields(vllm_config, kv_cache_config, weights_id)
+    except NoIdentityError as reason:
+        logger.warning("kvtier: no disk tier, blocks stay in RAM only: %s", reason)
+        extra_config[IDENTITY_KEY] = None
+    except Exception as error:  # a model with settings of its own kind is no reason not to start
+        logger.error("kvtier: no disk tier, blocks stay in RAM only: this model's identity cannot be told: %r", error)
+        extra_config[IDENTITY_KEY] = None
+    # of independent engines vLLM forgets the number, but for this field
+    extra_config[NUM_ENGINES_KEY] = max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size)
 
 
 def _name_our_spec(vllm_config: VllmConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
@@ -19,12 +20,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.base import ReqContext as VLLMReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.adapters.vllm.metrics import MetricsReporter
+from kvtier.adapters.vllm.metrics import MetricsReporter, disk_figures
 from kvtier.clock import Clock
-from kvtier.interfaces import BreakerState, CPULoadStoreSpec, ReqContext
-from kvtier.interfaces import OffloadingManager as KVTierManager
+from kvtier.events import OffloadingEvent as KVTierEvent
+from kvtier.interfaces import BreakerState, CPULoadStoreSpec, ReqContext, Residency
 from kvtier.keys import OffloadKey
 from kvtier.manager import CircuitBreaker, PrefillRate
+from kvtier.runtime import Stack
 from kvtier.tiers.ram import PoolHandle, RamPool
 
 logger = init_logger(__name__)
@@ -42,23 +44,25 @@ class VLLMManager(OffloadingManager):
 
     def __init__(
         self,
-        core: KVTierManager,
+        stack: Stack,
         pool: RamPool,
         has_reuse_filter: bool,
+        has_disk: bool,
         clock: Clock = time.monotonic,
-        breaker: CircuitBreaker | None = None,
     ) -> None:
-        """`breaker` is the one of `core`, to be told about; None: it has none."""
-        self.core = core
+        """`has_disk`: the user wants one. Whether there is one, `stack` says. Both are this object's to end."""
+        self.core = stack.core
+        self.stack = stack
         self.pool = pool
         self.counters = {"errors": 0, "loaded_blocks": 0, "failed_jobs": 0, "breaker_openings": 0}
         self.given_up: set[str] = set()
         """Requests whose load could not be prepared: asking again would find the same and fail again."""
         self._clock = clock
-        self._reporter = MetricsReporter(has_reuse_filter)
+        self._reporter = MetricsReporter(has_reuse_filter, has_disk)
+        self._has_disk = has_disk
         self._logged_errors: set[str] = set()
-        self._breaker = breaker
-        self._breaker_state = BreakerState.CLOSED
+        self._breakers = stack.breakers
+        self._breaker_states = {name: BreakerState.CLOSED for name, _ in self._breakers}
         self._prefill_rate: PrefillRate | None = None
         self._tokens_per_chunk = 0
 
@@ -72,20 +76,26 @@ class VLLMManager(OffloadingManager):
     def advance(self) -> None:
         """Tells the manager the time."""
         self.core.advance(self._clock())
-        if self._breaker is not None and self._breaker.state is not self._breaker_state:
-            self._tell_of(self._breaker)
+        for name, breaker in self._breakers:
+            if breaker.state is not self._breaker_states[name]:
+                self._tell_of(name, breaker)
 
-    def _tell_of(self, breaker: CircuitBreaker) -> None:
+    def _tell_of(self, name: str, breaker: CircuitBreaker) -> None:
         """The breaker has changed its state: one line, however many transfers it was about."""
-        self._breaker_state = breaker.state
-        self.counters["breaker_openings"] = breaker.num_openings
+        self._breaker_states[name] = breaker.state
+        if breaker is self.stack.ram.breaker:
+            self.counters["breaker_openings"] = breaker.num_openings
         if breaker.state is BreakerState.OPEN:
             left_s = max(0.0, breaker.until_s - self._clock())
-            logger.warning("kvtier: transfers keep failing; the RAM tier is not used for %.1f s", left_s)
+            logger.warning("kvtier: transfers keep failing; the %s tier is not used for %.1f s", name, left_s)
         elif breaker.state is BreakerState.HALF_OPEN:
-            logger.info("kvtier: the RAM tier is tried again, with one transfer")
+            logger.info("kvtier: the %s tier is tried again, with one transfer", name)
         else:
-            logger.info("kvtier: the RAM tier is in use again")
+            logger.info("kvtier: the %s tier is in use again", name)
+
+    def linger(self, timeout_s: float) -> None:
+        """For a step that computes nothing: lets the threads of the tiers have the time that it would spin away."""
+        self.stack.linger(timeout_s)
 
     # -- what waiting is compared with -----------------------------------------------------------------------
 
@@ -127,6 +137,8 @@ class VLLMManager(OffloadingManager):
 
     def on_new_request(self, req_context: VLLMReqContext) -> RequestOffloadingContext:
         self.core.on_new_request(self.context_of(req_context))
+        for warning in self.stack.ram.take_hint_warnings():
+            logger.warning("kvtier: %s; it is ignored, and so are others like it", warning)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: VLLMReqContext) -> None:
@@ -140,10 +152,13 @@ class VLLMManager(OffloadingManager):
             self.count_error("lookup", error)
             return LookupResult.MISS
         if answer is None:
-            return LookupResult.HIT_PENDING
+            return LookupResult.RETRY if self.core.residency(key) is Residency.UNKNOWN else LookupResult.HIT_PENDING
         return LookupResult.HIT if answer else LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: VLLMReqContext) -> CacheHitSource:
+        tiered = self.stack.tiered
+        if tiered is not None and tiered.brought_up(key, self.context_of(req_context)) is not None:
+            return CacheHitSource.DISK
         return CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: VLLMReqContext) -> CPULoadStoreSpec:
@@ -185,7 +200,7 @@ class VLLMManager(OffloadingManager):
         return PrepareStoreOutput(list(spec.keys), spec, output.evicted_keys)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return [OffloadingEvent(event.keys, Medium.CPU, event.removed) for event in self.core.take_events()]
+        return map(_to_vllm, self.core.take_events())
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.core.on_schedule_end()
@@ -197,11 +212,30 @@ class VLLMManager(OffloadingManager):
         self.core.reset_cache()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._reporter.report(self.core.get_stats(), self.counters)
+        if not self._has_disk:
+            return self._reporter.report(self.core.get_stats(), self.counters)
+        tiered = self.stack.tiered
+        tiers = tiered.tier_stats() if tiered is not None else []
+        breakers = [breaker for _, breaker in tiered.breakers] if tiered is not None else []
+        counters, gauges = disk_figures(tiers, breakers, self.pool.handle.slot_bytes)
+        return self._reporter.report(self.core.get_stats(), {**self.counters, **counters}, gauges)
 
     def shutdown(self) -> None:
-        self.core.shutdown()
-        self.pool.close()
+        """The workers have stopped. Takes as long as the user lets a stop write what is only in RAM."""
+        try:
+            may_unmap = self.stack.stop(self._clock)
+        except Exception as error:
+            self.count_error("shutdown", error)
+            may_unmap = False
+        if may_unmap:
+            self.pool.close()
+
+
+def _to_vllm(event: KVTierEvent) -> OffloadingEvent:
+    if event.medium == CPULoadStoreSpec.medium():
+        return OffloadingEvent(event.keys, Medium.CPU, event.removed)
+    medium, locality = Medium.STORAGE, Locality.LOCAL
+    return OffloadingEvent(event.keys, medium, event.removed, locality=locality, ownership=event.medium)
 
 
 def _shallowest_first(keys: list[OffloadKey], req_context: VLLMReqContext) -> list[OffloadKey]:

@@ -18,7 +18,8 @@ from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metrics import metric_definitions
 from kvtier.adapters.vllm.worker import CPUPlatformWorker, PooledWorker
 from kvtier.errors import ConfigurationError, KVTierError
-from kvtier.runtime import build_manager, num_slots_for, parse_config
+from kvtier.runtime import Identity, build_stack, check_folders, num_slots_for, parse_config
+from kvtier.runtime.identity import namespace_of
 from kvtier.tiers.memory_limits import check_pool_dir
 from kvtier.tiers.ram import RamPool, check_pool_size
 from kvtier.transfers.layout import SLOT_ALIGNMENT_BYTES
@@ -27,6 +28,10 @@ logger = init_logger(__name__)
 
 ONE_PROCESS_KEY = "kvtier.one_process"
 """Set by the connector: scheduler and worker share a process, so nobody else has to see the pool."""
+IDENTITY_KEY = "kvtier.identity"
+"""Set by the connector in the scheduler: the fields of the namespace of persisted tiers."""
+NUM_ENGINES_KEY = "kvtier.num_engines"
+"""Set with it: how many data-parallel engines there are."""
 
 
 class KVTierOffloadingSpec(OffloadingSpec):
@@ -34,12 +39,15 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        return metric_definitions(has_reuse_filter=parse_config(extra_config).store_threshold > 1)
+        settings = parse_config(extra_config)
+        return metric_definitions(settings.store_threshold > 1, settings.disk is not None)
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.settings = parse_config(config.extra_config)
         _refuse_unsupported(config)
+        if self.settings.disk is not None:
+            check_folders(self.settings.disk)
         self.offload_prompt_only = self.settings.offload_prompt_only
         chunk_bytes = config.worker_kv_bytes_per_block * config.parallel.world_size * self.blocks_per_chunk
         self.slot_bytes = -(-chunk_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
@@ -53,11 +61,26 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 raise ConfigurationError("the model has no KV cache to offload")
             settings = self.settings
             pool = self._create_pool()
-            core = build_manager(settings, self.num_slots, self.kv_events_config.enable_kv_cache_events)
-            has_reuse_filter = settings.store_threshold > 1
-            self._manager = VLLMManager(core, pool, has_reuse_filter, breaker=core.breaker)
             logger.info("kvtier: %s; eviction policy %s", pool.describe(), settings.policy)
+            try:
+                enable_events = self.kv_events_config.enable_kv_cache_events
+                stack = build_stack(settings, pool.slots(), self._identity(), enable_events)
+            except BaseException:
+                pool.close()
+                raise
+            has_reuse_filter, has_disk = settings.store_threshold > 1, settings.disk is not None
+            self._manager = VLLMManager(stack, pool, has_reuse_filter, has_disk)
         return self._manager
+
+    def _identity(self) -> Identity | None:
+        """Whose blocks these are; None where persisted tiers are not wanted, or nobody could tell."""
+        fields = self.extra_config.get(IDENTITY_KEY)
+        if not fields:
+            return None
+        parallel = self.config.parallel
+        namespace = namespace_of({**fields, "blocks_per_chunk": self.blocks_per_chunk, "slot_bytes": self.slot_bytes})
+        num_ranks = max(int(self.extra_config[NUM_ENGINES_KEY]), parallel.data_parallel_index + 1)
+        return Identity(namespace, self.config.model.name, parallel.data_parallel_index, num_ranks)
 
     def _create_pool(self) -> RamPool:
         pool_dir = self.settings.pool_dir

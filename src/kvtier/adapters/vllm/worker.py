@@ -37,6 +37,9 @@ class PooledWorker(OffloadingWorker):
     def __init__(self) -> None:
         self._pool: RamPool | None = None
         self._attached: PoolHandle | None = None
+        self._open: set[int] = set()
+        """Ids of the jobs that were submitted and not reported yet."""
+        self.num_repeated_reports = 0
         self._failed: set[int] = set()
         self._logs = {is_store: FailureLog("stores" if is_store else "loads") for is_store in (False, True)}
 
@@ -62,8 +65,16 @@ class PooledWorker(OffloadingWorker):
     def _use(self, pool: RamPool) -> None:
         raise NotImplementedError
 
-    def _note_outcome(self, job_id: int, is_store: bool, success: bool, reason: str) -> None:
-        """Keeps what has failed for `take_failed`, and logs where failing begins and ends."""
+    def _note_outcome(self, job_id: int, is_store: bool, success: bool, reason: str) -> bool:
+        """Keeps what has failed for `take_failed`, and logs where failing begins and ends.
+
+        False: the job has ended before, and must not be reported again. The scheduler counts ranks, and would take a
+        second report of this one for that of another, which may still copy.
+        """
+        if job_id not in self._open:
+            self.num_repeated_reports += 1
+            return False
+        self._open.discard(job_id)
         log = self._logs[is_store]
         if success:
             line = log.note_success()
@@ -72,6 +83,7 @@ class PooledWorker(OffloadingWorker):
             line = log.note_failure(reason)
         if line:
             logger.warning("kvtier: %s", line)
+        return True
 
     def _close_pool(self) -> None:
         if self._pool is not None:
@@ -104,7 +116,8 @@ class CPUPlatformWorker(PooledWorker):
     def get_finished(self) -> list[TransferResult]:
         results = []
         for outcome in self.transfers.poll():
-            self._note_outcome(outcome.job_id, outcome.is_store, outcome.success, outcome.reason)
+            if not self._note_outcome(outcome.job_id, outcome.is_store, outcome.success, outcome.reason):
+                continue
             if outcome.success:
                 results.append(TransferResult(outcome.job_id, True, outcome.num_bytes, outcome.duration_s))
             else:
@@ -126,6 +139,7 @@ class CPUPlatformWorker(PooledWorker):
 
     def _submit(self, job_id: int, engine: GPULoadStoreSpec, pool: CPULoadStoreSpec, is_store: bool) -> None:
         groups = split_by_group(engine, pool.block_ids, self._blocks_per_chunk)
+        self._open.add(job_id)
         self.transfers.submit(TransferJob(job_id, is_store, groups, pool.begin_by_s))
 
 

@@ -22,6 +22,10 @@ class DiskConfig:
     """All that the tier may take in `paths` together, its books and the caches of other namespaces included."""
     namespace: bytes
     """32 bytes: digest of everything that makes two engines' bytes interchangeable."""
+    rank: int = 0
+    """Which of `num_ranks` this is: each has a cache of its own in `paths`."""
+    num_ranks: int = 1
+    """Engines that share `capacity_bytes` evenly, for example the data-parallel ranks of one server."""
     label: str = ""
     """For people who look at the folder: the model's name, say. Of 128 bytes at most the rest is cut off."""
     policy: str = "arc"
@@ -46,6 +50,8 @@ class DiskConfig:
             raise ConfigurationError(f"disk paths are {list(self.paths)}; allowed: one or more different folders")
         if len(self.namespace) != NAMESPACE_BYTES:
             raise ConfigurationError(f"the namespace has {len(self.namespace)} bytes; allowed: {NAMESPACE_BYTES}")
+        if not 0 <= self.rank < self.num_ranks:
+            raise ConfigurationError(f"disk rank is {self.rank} of {self.num_ranks}; allowed: 0 or more, below that")
         if self.policy not in POLICIES:
             raise ConfigurationError(f"disk policy {self.policy!r} is unknown; allowed: {', '.join(sorted(POLICIES))}")
         for name in ("capacity_bytes", "max_storing_bytes", "grow_bytes"):
@@ -59,6 +65,12 @@ class DiskConfig:
             raise ConfigurationError(f"commit_s is {self.commit_s}; allowed: 0 or more seconds")
 
     @property
+    def folder(self) -> str:
+        """Name of this rank's cache in each of `paths`."""
+        return cache_folder(self.namespace, self.rank)
+
+    @property
     def epoch_path(self) -> str:
-        """Where the weight epoch of this cache belongs: the path for a `FileEpochStore`."""
+        """Where the weight epoch belongs: the path for a `FileEpochStore`. One for all ranks: what a server with fewer
+        ranks has reset does not come back in one with more."""
         return os.path.join(os.path.abspath(self.paths[0]), cache_folder(self.namespace), EPOCH_NAME)

@@ -127,9 +127,9 @@ def places_within(budget_bytes: int, place_bytes: int) -> int:
     return num_places
 
 
-def cache_folder(namespace: bytes) -> str:
+def cache_folder(namespace: bytes, rank: int = 0) -> str:
     """Name of the subfolder of this namespace's cache."""
-    return CACHE_PREFIX + namespace[:16].hex()
+    return CACHE_PREFIX + namespace[:16].hex() + (f"-rank{rank}" if rank else "")
 
 
 def namespace_tag(namespace: bytes) -> int:

@@ -15,7 +15,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tier_interfaces import EpochStore
 from kvtier.tiers.disk.config import DiskConfig
 from kvtier.tiers.disk.filesystem import FileSystem
-from kvtier.tiers.disk.layout import Header, cache_bytes, cache_folder, places_within, record_keys, round_up
+from kvtier.tiers.disk.layout import Header, cache_bytes, places_within, record_keys, round_up
 from kvtier.tiers.disk.space import SpaceLimits
 from kvtier.tiers.disk.volume import Volume, claim_folders, open_volume
 
@@ -46,19 +46,22 @@ def open_cache(
     nothing stays open.
     """
     place_bytes = round_up(block_bytes)
-    if places_within(config.capacity_bytes // len(config.paths), place_bytes) < 1:
+    share_bytes = config.capacity_bytes // len(config.paths) // config.num_ranks
+    if places_within(share_bytes, place_bytes) < 1:
+        shared = f" for {config.num_ranks} ranks" if config.num_ranks > 1 else ""
         raise ConfigurationError(
-            f"the disk capacity is {config.capacity_bytes} bytes in {len(config.paths)} folders; a block takes "
+            f"the disk capacity is {config.capacity_bytes} bytes in {len(config.paths)} folders{shared}; a block takes "
             f"{place_bytes} bytes and each folder {cache_bytes(1, 0)} more"
         )
     limits = SpaceLimits(
         cap_bytes=config.capacity_bytes // len(config.paths),
+        share_bytes=share_bytes,
         keep_others=config.keep_other_namespaces,
         min_free_bytes=config.min_free_bytes,
         grow_bytes=config.grow_bytes,
     )
     roots = [os.path.abspath(path) for path in config.paths]
-    pending = claim_folders(files, roots, cache_folder(config.namespace), place_bytes, limits)
+    pending = claim_folders(files, roots, config.folder, place_bytes, limits)
     num_places = sum(claim.num_places for claim in pending)
     volumes: list[Volume] = []
     try:

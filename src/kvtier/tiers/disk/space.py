@@ -32,6 +32,8 @@ class SpaceLimits:
 
     cap_bytes: int
     """All caches in the folder together."""
+    share_bytes: int
+    """Of that, the tier's own one at most."""
     keep_others: bool
     """Whether caches that nobody owns are left alone."""
     min_free_bytes: int
@@ -128,7 +130,8 @@ def room_for(files: FileSystem, root: str, own_path: str, limits: SpaceLimits) -
     Caches that nobody owns are in the way only if they are to be kept. Under `folder_lock`. Raises OSError.
     """
     others = [cache for cache in list_caches(files, root) if cache.path != own_path]
-    return limits.cap_bytes - sum(cache.counted_bytes for cache in others if limits.keep_others or cache.is_live)
+    taken_bytes = sum(cache.counted_bytes for cache in others if limits.keep_others or cache.is_live)
+    return min(limits.share_bytes, limits.cap_bytes - taken_bytes)
 
 
 def make_room(files: FileSystem, root: str, own_path: str, own_bytes: int, limits: SpaceLimits) -> bool:

@@ -68,7 +68,7 @@ class DiskTier(Tier):
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
-        self._epoch_store = epoch_store
+        self.epoch_store = epoch_store
         self._files = files or FileSystem()
         self._clock = clock
         self._wall_clock = wall_clock
@@ -209,6 +209,11 @@ class DiskTier(Tier):
             del self._jobs[job.job_id]
         return [job.outcome() for job in ended]
 
+    @property
+    def num_open_jobs(self) -> int:
+        """Jobs whose outcome has not been polled. O(1)."""
+        return len(self._jobs)
+
     def cancel(self, job_id: int) -> None:
         job = self._jobs.get(job_id)
         if job is not None:
@@ -266,13 +271,13 @@ class DiskTier(Tier):
     # -- private ---------------------------------------------------------------------------------------------
 
     def _open(self, pool: npt.NDArray[np.uint8]) -> None:
-        config = self.config
+        config, began_s = self.config, self._clock()
         self._num_slots, self._block_bytes = pool.shape
         aligned = pool.ctypes.data % PAGE_BYTES == 0 and self._block_bytes % PAGE_BYTES == 0
         cache = open_cache(
             self._files,
             config,
-            self._epoch_store,
+            self.epoch_store,
             block_bytes=self._block_bytes,
             direct=config.direct and aligned,
             now_s=self._wall_clock(),
@@ -295,7 +300,7 @@ class DiskTier(Tier):
         max_run_blocks = max(1, MAX_RUN_BYTES // self._block_bytes) if self._block_bytes % PAGE_BYTES == 0 else 1
         self._max_storing = max(1, config.max_storing_bytes // self._block_bytes)
         self._threads = IoThreads(mover.move, self._commit, num_threads, max_run_blocks, config.commit_s)
-        logger.info("kvtier: %s", self.describe())
+        logger.info("kvtier: %s, opened in %.0f ms", self.describe(), 1000 * (self._clock() - began_s))
         if config.direct and not all(volume.direct for volume in self._volumes):
             why = "the filesystem has no O_DIRECT" if aligned else "the RAM pool's slots are not whole pages"
             logger.warning("kvtier: the disk tier goes through the page cache: %s", why)

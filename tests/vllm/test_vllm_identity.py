@@ -1,0 +1,117 @@
+"""Whose blocks an engine makes: the same for engines that may read each other's, and refused where nobody can tell."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_harness import BLOCK, connector_arguments, engine_arguments, prepare_process
+
+NUM_LAYERS = 3
+
+
+def identity(model: Path, weights_id: str | None = None, kv_heads: int = 2, **changes: Any) -> dict[str, Any]:
+    """As the connector asks for it. Nothing is loaded."""
+    prepare_process()
+    import torch
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from kvtier.adapters.vllm.identity import identity_fields
+
+    num_blocks = changes.pop("num_blocks", 40)
+    transfer = KVTransferConfig(**connector_arguments({"ram": "1MiB"}))
+    config = EngineArgs(**engine_arguments(model, num_blocks, kv_transfer_config=transfer, **changes))
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=kv_heads, head_size=32, dtype=torch.float32)
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(NUM_LAYERS)]
+    kv_cache = KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(layers, spec)]
+    )
+    return identity_fields(config.create_engine_config(), kv_cache, weights_id)
+
+
+@pytest.fixture(scope="module")
+def usual(dense: Path) -> dict[str, Any]:
+    return identity(dense)
+
+
+def test_what_does_not_change_the_bytes_does_not_change_the_identity(dense, usual, tmp_path):
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(dense, copy)
+    assert identity(copy) == usual
+    assert identity(dense, num_blocks=60, max_num_seqs=8, max_model_len=640, seed=7) == usual
+
+
+def test_everything_that_changes_the_bytes_changes_the_identity(dense, usual, tmp_path, monkeypatch):
+    (weights,) = dense.glob("*.safetensors")
+    copy = tmp_path / "retrained"
+    shutil.copytree(dense, copy)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    (copy / weights.name).write_bytes(content)
+    others = [
+        identity(copy),
+        identity(dense, weights_id="mine"),
+        identity(dense, weights_id="yours"),
+        identity(dense, dtype="bfloat16"),
+        identity(dense, kv_heads=4),
+        identity(dense, prefix_caching_hash_algo="sha256_cbor"),
+        identity(dense, hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        identity(dense, tensor_parallel_size=2, distributed_executor_backend="mp"),
+    ]
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    others.append(identity(dense))
+    everything = [usual, *others]
+    assert all(one != other for i, one in enumerate(everything) for other in everything[:i])
+
+
+def test_how_long_a_sequence_may_be_matters_where_positions_depend_on_it(dense):
+    def with_rope(rope_type: str, max_model_len: int) -> dict[str, Any]:
+        rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+        return identity(dense, hf_overrides={"rope_parameters": rope}, max_model_len=max_model_len)
+
+    assert with_rope("linear", 640) == with_rope("linear", 960)
+    assert with_rope("dynamic", 640) != with_rope("dynamic", 960)
+
+
+def test_where_nobody_could_tell_there_is_no_identity(dense, monkeypatch):
+    from kvtier.adapters.vllm.identity import NoIdentityError
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    cases = {
+        "load_format 'dummy'": {"load_format": "dummy"},
+        "PYTHONHASHSEED": {"prefix_caching_hash_algo": "xxhash"},
+        "LoRA": {"enable_lora": True},
+    }
+    for words, changes in cases.items():
+        with pytest.raises(NoIdentityError, match=words) as refusal:
+            identity(dense, **changes)
+        assert "\n" not in str(refusal.value)
+    assert identity(dense, weights_id="mine", load_format="dummy")["weights"] == ["id", "mine"]
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert identity(dense, prefix_caching_hash_algo="xxhash")["hash"] == ["xxhash", "7"]
+
+
+def test_a_model_by_its_name_is_looked_up_on_this_machine_only(dense):
+    from types import SimpleNamespace
+
+    from kvtier.adapters.vllm.identity import NoIdentityError, weights_of
+    from kvtier.runtime.identity import weights_identity
+
+    asked: list[Any] = []
+
+    def find_snapshot(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(dense)
+
+    model = SimpleNamespace(model="some/model", revision="main")
+    config: Any = SimpleNamespace(
+        model_config=model, load_config=SimpleNamespace(load_format="auto", download_dir="/models")
+    )
+    assert weights_of(config, find_snapshot) == weights_identity(dense)
+    assert asked == [("some/model", {"revision": "main", "cache_dir": "/models", "local_files_only": True})]
+    with pytest.raises(NoIdentityError, match=r"some/model.*disk\.weights_id"):
+        weights_of(config)
