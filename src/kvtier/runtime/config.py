@@ -18,8 +18,8 @@ from kvtier.policy import POLICIES
 from kvtier.runtime.disk import DiskSettings, parse_disk
 from kvtier.runtime.values import checked, flag, number, one_of, parse_size, text, whole
 
-DEFAULT_POLICY = "arc"
-"""What adapters and the command line use unless told otherwise: see docs/decisions/default-policy.md."""
+DEFAULT_POLICY = "adaptive"
+"""What adapters and the command line use unless told otherwise: see docs/decisions/eviction.md."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
