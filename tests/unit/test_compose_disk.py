@@ -168,6 +168,16 @@ def test_with_admission_on_reuse_a_block_goes_down_when_it_is_loaded(start: Any)
     assert process.on_disk(A) == 3
 
 
+def test_with_admission_on_ram_eviction_a_block_goes_down_when_it_leaves(start: Any) -> None:
+    process = start(admission="ram_eviction")
+    process.store(A)
+    assert process.on_disk(A) == 0
+    for keys in (B, C):
+        for i in range(len(keys)):  # more at once than what is kept free would be lost
+            process.store(keys[: i + 1])
+    assert process.load(A) == len(A)
+
+
 def test_stopping_twice_is_as_good_as_once(start: Any) -> None:
     process = start()
     process.store(A)

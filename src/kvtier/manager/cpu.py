@@ -252,6 +252,25 @@ class CPUOffloadingManager(SingleTierQueries):
         """Whether stores have to be offered more than once."""
         return self._filter is not None
 
+    @property
+    def num_free(self) -> int:
+        """Slots that a store can have without evicting. O(1)."""
+        return self._index.num_free
+
+    def evict_early(self, count: int, req_context: ReqContext) -> CPULoadStoreSpec:
+        """Evicts `count` blocks, or as many as may go, but keeps their bytes until `complete_load` with this spec.
+
+        For a manager that writes them down meanwhile: nobody else finds them any more. O(count) at best.
+        """
+        index = self._index
+        count = min(count, len(self._ready) - len(index.pins))
+        victims = (self.policy.evict(count, (index.pins, index.in_flight)) or []) if count > 0 else []
+        spec = self.prepare_load(victims, req_context)
+        index.condemn_reads(victims)
+        self._counters["evicted_blocks"] += len(victims)
+        self._emit(victims, removed=True)
+        return spec
+
     def ready_keys(self) -> list[OffloadKey]:
         """Every block that can be loaded, oldest store first. The caller owns the list. O(capacity)."""
         return list(self._ready)
