@@ -38,11 +38,13 @@ def recount(policy):
     assert all(policy._segment_of[key] is segment for segment in segments for key in segment.keys)
     children = Counter(segment.parent for segment in segments)
     assert all(segment.children == children[segment] for segment in segments)
+    for segment in segments:
+        chain = [segment]
+        while chain[-1].parent is not None:
+            chain.append(chain[-1].parent)
+            assert len(chain) <= len(segments) + 1, "a segment continues itself"
     queued = {
-        segment: kind
-        for kind, queue in enumerate(policy._ends)
-        for held in queue._periods.values()
-        for segment in held
+        segment: kind for kind, queue in enumerate(policy._ends) for held in queue._periods.values() for segment in held
     }
     assert queued.keys() == {segment for segment in segments if not segment.children}
     assert all(segment.kind == kind for segment, kind in queued.items())
@@ -58,10 +60,10 @@ def evict(policy, resident, count, protected, newcomers=None):
     """Evicts, and holds what it does against what it may do. What left; None: nothing could."""
     before = list(policy)
     possible = len(resident - set(protected)) >= count
-    if newcomers is None:
-        victims = policy.evict(count, [protected])
-    else:
-        victims = policy.evict_for(newcomers, count, [protected])
+    protected_from = [protected]
+    victims = (
+        policy.evict(count, protected_from) if newcomers is None else policy.evict_for(newcomers, count, protected_from)
+    )
     assert (victims is not None) == possible
     if victims is None:
         assert list(policy) == before
@@ -86,7 +88,7 @@ def store(policy, resident, offered, protected):
 
 
 @given(st.integers(1, 12), operations)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=200)
 def test_keeps_its_books_in_any_order_of_calls(capacity, calls):
     policy = AdaptiveCachePolicy(capacity)
     resident = set()

@@ -16,7 +16,7 @@ from itertools import chain, groupby, islice
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
-from kvtier.policy.recency import consume
+from kvtier.policy.recency import consume, has_evictable
 from kvtier.policy.segments import AgeQueue, Segment
 from kvtier.policy.survival import SurvivalModel
 
@@ -120,7 +120,7 @@ class AdaptiveCachePolicy(CachePolicy):
         segment.kind = segment.uses
 
     def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
-        self._access(list(keys), first_use)
+        self._access(list(dict.fromkeys(keys)), first_use)
 
     def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
         keys = list(keys)
@@ -180,13 +180,17 @@ class AdaptiveCachePolicy(CachePolicy):
                     path.pop()
                     segment = self._join(segment, deeper, path)
             path.append(segment)
+        self._queue_ends(path)
+        return path
+
+    def _queue_ends(self, path: list[Segment]) -> None:
+        """Those of `path` that nothing continues are ends, the others are not."""
         for segment in path:
             if segment.children:
                 if segment.period >= 0:
-                    ends[segment.kind].discard(segment)
+                    self._ends[segment.kind].discard(segment)
             elif segment.period < 0:
-                ends[segment.kind].add(segment)
-        return path
+                self._ends[segment.kind].add(segment)
 
     def _part_of(self, segment: Segment, keys: list[OffloadKey], position: int) -> tuple[Segment, int]:
         """The segment of those keys from `position` on that are in this one, and how many they are."""
@@ -238,6 +242,12 @@ class AdaptiveCachePolicy(CachePolicy):
         """Has a segment, which continues another or none, continue `parent`."""
         if segment.parent is not None:
             self._detach(segment)
+        if segment.children:  # who is used in one order and then in another must not continue itself
+            ancestor = parent.parent
+            while ancestor is not None and ancestor is not segment:
+                ancestor = ancestor.parent
+            if ancestor is segment:
+                self._detach(parent)
         segment.parent = parent
         parent.children += 1
 
@@ -275,14 +285,14 @@ class AdaptiveCachePolicy(CachePolicy):
     # -- eviction --------------------------------------------------------------------------------------------
 
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
-        if not self._can_evict(count, protected):
+        if not has_evictable(self._segment_of, count, protected):
             return None
         return self._evict(count, protected, None)
 
     def evict_for(
         self, newcomers: Sequence[OffloadKey], count: int, protected: Sequence[Container[OffloadKey]] = ()
     ) -> list[OffloadKey] | None:
-        if not self._can_evict(count, protected):
+        if not has_evictable(self._segment_of, count, protected):
             return None
         return self._evict(count, protected, self._worth_of(newcomers)[len(newcomers) - count :])
 
@@ -291,17 +301,6 @@ class AdaptiveCachePolicy(CachePolicy):
         for segment in self._adopt(keys):
             self._add_ghost(segment)
         self._forget_ghosts()
-
-    def _can_evict(self, count: int, protected: Sequence[Container[OffloadKey]]) -> bool:
-        if count > len(self._segment_of):
-            return False
-        try:
-            if count + sum(map(len, protected)) <= len(self._segment_of):  # type: ignore[arg-type]
-                return True
-        except TypeError:  # a container that cannot tell its length
-            pass
-        evictable = (key for key in self._segment_of if not any(key in container for container in protected))
-        return sum(1 for _, _ in zip(range(count), evictable, strict=False)) == count
 
     def _worth_of(self, newcomers: Sequence[OffloadKey]) -> list[float]:
         """The worth of each newcomer, or of a deeper one if that is more."""
@@ -392,7 +391,8 @@ class AdaptiveCachePolicy(CachePolicy):
         """What is no longer resident becomes a ghost, and one with its deeper part if that has the same history."""
         deeper, segment.ghost = segment.ghost, None
         self._num_ghost_keys += len(segment.keys)
-        if deeper is not None and deeper.last_use == segment.last_use and deeper.kind == segment.kind:
+        # it may have returned meanwhile, and have been removed
+        if deeper is not None and deeper.keys and deeper.last_use == segment.last_use and deeper.kind == segment.kind:
             head = deeper.keys[-1]
             if self._ghosts.get(head) is deeper:
                 del self._ghosts[head]
