@@ -144,7 +144,7 @@ class AdaptiveCachePolicy(CachePolicy):
         num_running = len(self._segments) + len(self._ghosts)
         step = 1 + num_running // _MAX_SAMPLED_LIVES
         running = islice(chain(self._segments, self._ghosts.values()), self._now % step, None, step)
-        self._model.refresh((life.kind, now - life.last_use, len(life.keys) * step) for life in running)
+        self._model.refresh(now, running, step)
         self._model.fade(_FADE)
         for queue in self._ends:
             queue.cheapest = None
