@@ -18,7 +18,7 @@ from kvtier.keys import OffloadKey
 
 NUM_AGES = 40
 """Age classes from 0, 1, 2, 3, 5, 7, 11, 15, ... ticks on, two to each doubling; the last one is open."""
-_TABLE_LENGTH = 1 << 16
+NUM_TABLED = 1 << 16
 _PRIOR_USES = 0.025
 """Uses of a block within one age class before anything is known: the older, the fewer for the time."""
 _HIGHEST_CHANCE = 0.99
@@ -34,12 +34,13 @@ def _class_of(age: int) -> int:
     return min(2 * octave + upper_half - 1, NUM_AGES - 1)
 
 
-_CLASSES = bytes(map(_class_of, range(_TABLE_LENGTH)))
+CLASSES = bytes(map(_class_of, range(NUM_TABLED)))
+"""`age_class` of the ages below `NUM_TABLED`, for those to whom a call is dear."""
 
 
 def age_class(age: int) -> int:
     """The class of an age >= 0, in ticks."""
-    return _CLASSES[age] if age < _TABLE_LENGTH else _class_of(age)
+    return CLASSES[age] if age < NUM_TABLED else _class_of(age)
 
 
 _FIRST_AGES = [0] + [
@@ -102,7 +103,7 @@ class SurvivalModel:
         lost = [counts.copy() for counts in self._lost]
         for life in running:
             age = now - life.last_use
-            lost[life.kind][_CLASSES[age] if age < _TABLE_LENGTH else _class_of(age)] += len(life.keys) * weight
+            lost[life.kind][CLASSES[age] if age < NUM_TABLED else _class_of(age)] += len(life.keys) * weight
         # blocks used together are one observation: as large as the one that an average block is part of
         prior = _PRIOR_EVENTS * self._num_used_squared / self._num_used
         chances = _chances(_sums(self._used), _sums(lost), [_PRIOR_USES] * NUM_AGES, prior)
