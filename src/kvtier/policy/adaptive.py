@@ -35,6 +35,7 @@ _SEGMENTS_PER_TICK = 16
 _MAX_SAMPLED_LIVES = 2048
 """Of more lives than that, which have not ended, every n-th stands for n when the model is renewed."""
 _FADE = 0.97
+_INFINITE = float("inf")
 _PRICE_TICKS = 4
 """Worths that are known are good for so many ticks."""
 
@@ -144,7 +145,7 @@ class AdaptiveCachePolicy(CachePolicy):
         num_running = len(self._segments) + len(self._ghosts)
         step = 1 + num_running // _MAX_SAMPLED_LIVES
         running = islice(chain(self._segments, self._ghosts.values()), self._now % step, None, step)
-        self._model.refresh((life.kind, now - life.last_use, len(life.keys) * step) for life in running)
+        self._model.refresh(now, running, step)
         self._model.fade(_FADE)
         for queue in self._ends:
             queue.cheapest = None
@@ -333,7 +334,7 @@ class AdaptiveCachePolicy(CachePolicy):
             worth, segment = self._least_worth()
             if segment is None or (worths is not None and worths[count - missing] < worth):
                 break
-            part = self._evictable(segment, protected)
+            part = self._evictable(segment, protected) if protected else segment.keys
             if len(part) > missing:
                 part = part[:missing]
             if len(part) == len(segment.keys):
@@ -356,7 +357,7 @@ class AdaptiveCachePolicy(CachePolicy):
         return victims
 
     def _least_worth(self) -> tuple[float, Segment | None]:
-        least, found = float("inf"), None
+        least, found = _INFINITE, None
         for kind, queue in enumerate(self._ends):
             worth, segment = queue.cheapest or queue.find_cheapest(self._model.worth[kind], self._now)
             if worth < least:

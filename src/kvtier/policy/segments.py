@@ -10,7 +10,7 @@ from bisect import insort
 from collections import OrderedDict
 
 from kvtier.keys import OffloadKey
-from kvtier.policy.survival import age_class
+from kvtier.policy.survival import CLASSES, NUM_TABLED, age_class
 
 _MAX_PERIODS = 64
 
@@ -65,7 +65,10 @@ class AgeQueue:
                 self.add(segment)
                 return
             held = self._periods[period] = OrderedDict()
-            insort(self._order, period)
+            if not self._order or period > self._order[-1]:
+                self._order.append(period)
+            else:
+                insort(self._order, period)
         held[segment] = None
 
     def discard(self, segment: Segment) -> None:
@@ -80,13 +83,16 @@ class AgeQueue:
 
     def find_cheapest(self, worth: list[float], now: int) -> Priced:
         """Of those used least and most recently, the one worth less, by `worth[age class]`, and what it is worth."""
-        if not self._order:
+        order = self._order
+        if not order:
             self.cheapest = _NOTHING
             return _NOTHING
-        oldest = next(iter(self._periods[self._order[0]]))
-        newest = next(reversed(self._periods[self._order[-1]]))
-        worth_of_newest = worth[age_class(now - newest.last_use)]
-        worth_of_oldest = worth[age_class(now - oldest.last_use)]
+        oldest = next(iter(self._periods[order[0]]))
+        newest = next(reversed(self._periods[order[-1]]))
+        age = now - newest.last_use
+        worth_of_newest = worth[CLASSES[age] if age < NUM_TABLED else age_class(age)]
+        age = now - oldest.last_use
+        worth_of_oldest = worth[CLASSES[age] if age < NUM_TABLED else age_class(age)]
         found = (worth_of_newest, newest) if worth_of_newest < worth_of_oldest else (worth_of_oldest, oldest)
         self.cheapest = found
         return found

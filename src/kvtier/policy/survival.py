@@ -12,10 +12,13 @@ that is longer than the cache).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+from kvtier.keys import OffloadKey
 
 NUM_AGES = 40
 """Age classes from 0, 1, 2, 3, 5, 7, 11, 15, ... ticks on, two to each doubling; the last one is open."""
-_TABLE_LENGTH = 1 << 16
+NUM_TABLED = 1 << 16
 _PRIOR_USES = 0.025
 """Uses of a block within one age class before anything is known: the older, the fewer for the time."""
 _HIGHEST_CHANCE = 0.99
@@ -31,18 +34,27 @@ def _class_of(age: int) -> int:
     return min(2 * octave + upper_half - 1, NUM_AGES - 1)
 
 
-_CLASSES = bytes(map(_class_of, range(_TABLE_LENGTH)))
+CLASSES = bytes(map(_class_of, range(NUM_TABLED)))
+"""`age_class` of the ages below `NUM_TABLED`, for those to whom a call is dear."""
 
 
 def age_class(age: int) -> int:
     """The class of an age >= 0, in ticks."""
-    return _CLASSES[age] if age < _TABLE_LENGTH else _class_of(age)
+    return CLASSES[age] if age < NUM_TABLED else _class_of(age)
 
 
 _FIRST_AGES = [0] + [
     (2 + upper_half << octave >> 1) - 1 for octave in range(1, NUM_AGES // 2 + 1) for upper_half in (0, 1)
 ]
 _WIDTHS = [float(_FIRST_AGES[i + 1] - _FIRST_AGES[i]) for i in range(NUM_AGES)]
+
+
+class Life(Protocol):
+    """Blocks of one kind since they were used last."""
+
+    kind: int
+    last_use: int
+    keys: list[OffloadKey]
 
 
 class SurvivalModel:
@@ -81,15 +93,17 @@ class SurvivalModel:
             for counts in table:
                 counts[:] = [count * factor for count in counts]
 
-    def refresh(self, running: Iterable[tuple[int, int, int]] = ()) -> None:
+    def refresh(self, now: int = 0, running: Iterable[Life] = (), weight: int = 1) -> None:
         """Computes `worth` from what is known now. O(kinds x age classes + running).
 
-        `running`: kind, age in ticks and number of blocks of lives that have not ended. What a kind knows too little
-        about is taken from all new kinds together, if it is one, or from all; and that from the prior assumption.
+        `running`: lives that have not ended at tick `now`, each of which stands for `weight` of them. What a kind knows
+        too little about is taken from all new kinds together, if it is one, or from all; and that from the prior
+        assumption.
         """
         lost = [counts.copy() for counts in self._lost]
-        for kind, age, num_blocks in running:
-            lost[kind][_CLASSES[age] if age < _TABLE_LENGTH else _class_of(age)] += num_blocks
+        for life in running:
+            age = now - life.last_use
+            lost[life.kind][CLASSES[age] if age < NUM_TABLED else _class_of(age)] += len(life.keys) * weight
         # blocks used together are one observation: as large as the one that an average block is part of
         prior = _PRIOR_EVENTS * self._num_used_squared / self._num_used
         chances = _chances(_sums(self._used), _sums(lost), [_PRIOR_USES] * NUM_AGES, prior)
