@@ -31,7 +31,8 @@ READY, UNKNOWN, ABSENT = Residency.READY, Residency.UNKNOWN, Residency.ABSENT
 
 
 class FakeStore:
-    """Blocks in a dictionary. `gate` holds back whatever is asked while it is closed; `errors` are raised, one each."""
+    """Blocks in a dictionary. `gate` holds back whatever is asked while it is closed; `errors` has, by operation,
+    what is raised in turn."""
 
     medium = "FAKE"
     place = "fake://"
@@ -41,7 +42,7 @@ class FakeStore:
         self.gate = threading.Event()
         self.gate.set()
         self.refuses = False
-        self.errors: list[Exception] = []
+        self.errors: dict[str, list[Exception]] = {}
         self.asked: list[list[OffloadKey]] = []
         self.calls: list[str] = []
 
@@ -65,8 +66,8 @@ class FakeConnection:
                 raise StoreUnreachableError("aborted")
             if time.monotonic() > until_s:
                 raise StoreTimeoutError("too late")
-        if self._store.errors:
-            raise self._store.errors.pop(0)
+        if self._store.errors.get(name):
+            raise self._store.errors[name].pop(0)
 
     def ping(self, deadline_s: float) -> None:
         self._begin("ping", deadline_s)
@@ -242,7 +243,7 @@ def test_what_broke_is_repeated_once(is_store: bool) -> None:
     keys = make_keys(2)
     if not is_store:
         driver.store(keys)
-    store.errors = [StoreUnreachableError("broken")]
+    store.errors = {"store" if is_store else "load": [StoreUnreachableError("broken")]}
     outcome = driver.store(keys) if is_store else driver.load(keys)
     assert outcome is not None
     assert outcome.success
@@ -255,7 +256,7 @@ def test_what_broke_is_repeated_once(is_store: bool) -> None:
 def test_nothing_else_is_repeated(error: Exception) -> None:
     store = FakeStore()
     driver = open_driver(store, num_connections=1)
-    store.errors = [error]
+    store.errors = {"store": [error]}
     store.calls.clear()
     outcome = driver.store(make_keys(2))
     assert outcome is not None
@@ -272,7 +273,7 @@ def test_down_answers_at_once_and_comes_back() -> None:
     keys = make_keys(4)
     driver.store(keys)
     store.refuses = True
-    store.errors = [StoreUnreachableError("broken")]
+    store.errors = {"lookup": [StoreUnreachableError("broken")]}
     driver.tier.lookup(make_keys(1, "unknown"))
     wait_for(driver, lambda: driver.tier.down_reason)  # type: ignore[attr-defined]
     store.gate.clear()
@@ -292,7 +293,7 @@ def test_down_answers_at_once_and_comes_back() -> None:
 def test_a_slow_store_is_asked_whether_it_lives_before_it_is_given_up() -> None:
     store = FakeStore()
     driver = open_driver(store)
-    store.errors = [StoreTimeoutError("late")]
+    store.errors = {"store": [StoreTimeoutError("late")]}
     driver.store(make_keys(1))
     wait_for(driver, lambda: "ping" in store.calls)
     assert driver.ready(make_keys(1)) == []
@@ -306,7 +307,7 @@ def test_stores_that_fail_again_and_again_pause_the_stores_alone() -> None:
     present = make_keys(1, "present")
     driver.store(present)
     for key in make_keys(3):
-        store.errors = [StoreTimeoutError("late")]
+        store.errors = {"store": [StoreTimeoutError("late")]}
         assert driver.store([key]) is not None
     assert driver.submit_store(make_keys(1)) == 0
     assert driver.load(present).success
