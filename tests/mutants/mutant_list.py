@@ -16,6 +16,8 @@ class Mutant(NamedTuple):
 
 _BLOCKS = "index/blocks.py"
 _CPU = "manager/cpu.py"
+_QUERIES = "manager/queries.py"
+_HINTED = "manager/hinted.py"
 _BREAKER = "manager/breaker.py"
 _COMPLETIONS = "manager/completions.py"
 _DRIVER = "manager/driver.py"
@@ -75,8 +77,8 @@ MUTANTS = [
     Mutant(
         "prefix-evicted-first",
         _CPU,
-        "self.policy.settle(reversed(request.accessed), request.inserted)",
-        "self.policy.settle(request.accessed, request.inserted)",
+        "self._order.settle(reversed(request.accessed), request.inserted)",
+        "self._order.settle(request.accessed, request.inserted)",
         "the beginning of a prompt leaves before its end",
     ),
     # waiting
@@ -96,7 +98,7 @@ MUTANTS = [
     ),
     Mutant(
         "still-waiting-for-ever",
-        _CPU,
+        _QUERIES,
         "return request.stuck_key if self._may_wait_for_stores(request) else None",
         "return request.stuck_key",
         "the short answer to a deferred request knows no deadline",
@@ -125,7 +127,7 @@ MUTANTS = [
     # looking up
     Mutant(
         "arriving-is-ready",
-        _CPU,
+        _QUERIES,
         "takewhile(self._ready.__contains__, keys)",
         "takewhile(self.policy.__contains__, keys)",
         "a block that is being written counts as ready",
@@ -204,7 +206,7 @@ MUTANTS = [
     Mutant(
         "reaped-stay-in-policy",
         _CPU,
-        "            self.policy.remove(overdue)\n",
+        "            self._order.remove(overdue)\n",
         "",
         "the policy can evict what was reaped",
     ),
@@ -240,7 +242,7 @@ MUTANTS = [
     Mutant(
         "failed-stay-in-policy",
         _CPU,
-        "            self.policy.remove(failed)\n",
+        "            self._order.remove(failed)\n",
         "",
         "the policy can evict what failed",
     ),
@@ -276,7 +278,7 @@ MUTANTS = [
     Mutant(
         "reset-keeps-blocks",
         _CPU,
-        "        self._index.drop(list(self._ready))\n        self._index.renew_free_order()\n        self.policy.",
+        "        self._index.drop(list(self._ready))\n        self._index.renew_free_order()\n        self._order.",
         "        self._counters.copy().",
         "what was reset is still found",
     ),
@@ -334,7 +336,7 @@ MUTANTS = [
     ),
     Mutant(
         "loads-while-shut",
-        _CPU,
+        _QUERIES,
         "            return PrefixLookup(0, _ABSENT)\n        num_ready",
         "            pass\n        num_ready",
         "blocks of a tier that is shut off are found",
@@ -403,5 +405,41 @@ MUTANTS = [
         "removed = pace.tier.reset(epoch)",
         "removed = []",
         "blocks of other weights are brought up",
+    ),
+    # hints
+    Mutant(
+        "hints-pins-unprotected",
+        _QUERIES,
+        "            protected.append(self._hinted.kept)\n",
+        "            pass\n",
+        "what a hint has pinned is evicted",
+    ),
+    Mutant(
+        "hints-pins-stay",
+        _HINTED,
+        "        for key in keys:\n            self.kept.pop(key, None)\n",
+        "        for key in keys:\n",
+        "a block that has left is still counted as pinned",
+    ),
+    Mutant(
+        "hints-pins-beyond",
+        _HINTED,
+        "if len(self.kept) < self.max_kept:",
+        "if len(self.kept) <= self.max_kept:",
+        "hints pin one block more than they may",
+    ),
+    Mutant(
+        "hints-first-unprotected",
+        _HINTED,
+        "                if not any(key in container for container in protected):\n",
+        "                if True:\n",
+        "what goes first goes while it is read",
+    ),
+    Mutant(
+        "hints-no-store",
+        _CPU,
+        "request.hints.no_store:",
+        "request.hints.ended:",
+        "a request that wanted nothing stored is stored",
     ),
 ]

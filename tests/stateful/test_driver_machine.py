@@ -44,3 +44,11 @@ def test_driver_keeps_its_promises_with_a_circuit_breaker(policy_name):
 @pytest.mark.parametrize("policy_name", sorted(POLICIES))
 def test_driver_keeps_its_promises_where_waiting_may_not_be_worth_it(policy_name):
     run(num_examples_divisor=2, policy_name=policy_name, knows_rate=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("policy_name", sorted(POLICIES))
+def test_driver_keeps_its_promises_with_hints(policy_name):
+    """Pins hold and return, nothing else that is read or written leaves, and the books of the hints add up."""
+    run(num_examples_divisor=2, policy_name=policy_name, pin_share=0.5)

@@ -291,7 +291,7 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("cascade_when", ["stored", "reused"])
+@pytest.mark.parametrize("cascade_when", ["stored", "reused", "evicted"])
 @pytest.mark.parametrize("policy_name", sorted(POLICIES))
 def test_tiered_manager_keeps_its_promises(policy_name: str, cascade_when: str) -> None:
     machine = type("TieredMachine", (Machine,), {"policy_name": policy_name, "cascade_when": cascade_when})

@@ -80,6 +80,12 @@ def test_serve_writes_the_connector_and_leaves_vllms_arguments_alone(capsys):
     assert command[7:] == mine
 
 
+def test_serve_with_a_disk(capsys, tmp_path):
+    command = serve_dry_run(capsys, "m", "--disk", str(tmp_path), "--disk-capacity", "20GiB", "--dry-run")
+    disk = json.loads(command[6])["kv_connector_extra_config"]["disk"]
+    assert disk == {"path": str(tmp_path), "capacity": "20GiB"}
+
+
 def test_serve_leaves_out_what_was_not_set(capsys):
     command = serve_dry_run(capsys, "m", "--print-command")
     assert json.loads(command[6])["kv_connector_extra_config"] == {"ram": "4GiB"}
@@ -113,6 +119,10 @@ def test_serve_becomes_the_server(monkeypatch, capsys):
         (["serve", "m", "--policy", "lru", "--set", "policy=arc"], "policy: given twice"),
         (["serve", "m", "--", "--kv-transfer-config", "{}"], "--kv-transfer-config: kvtier serve writes it"),
         (["serve", "m", "--", "--kv-transfer-config={}"], "--kv-transfer-config: kvtier serve writes it"),
+        (["serve", "m", "--disk", "/tmp"], "--disk-capacity is missing"),
+        (["serve", "m", "--disk-capacity", "1GiB"], "--disk is missing"),
+        (["serve", "m", "--disk", "/tmp", "--disk-capacity", "much"], "disk.capacity is 'much'"),
+        (["serve", "m", "--disk", __file__, "--disk-capacity", "1GiB"], "is not a folder"),
         (["demo", "--speed", "0"], "--speed 0"),
         (["demo", "--window-s", "-1"], "--window-s -1"),
         (["demo", "--users", "1"], "--users"),

@@ -21,7 +21,7 @@ from kvtier import (
 )
 from kvtier.keys import OffloadKey
 from kvtier.runtime import Identity, Stack, build_stack, parse_config
-from kvtier.tiers.disk import WeightEpochs
+from kvtier.tiers.disk import FileEpochStore, WeightEpochs
 
 SLOT_BYTES = 4096
 NUM_SLOTS = 16
@@ -168,6 +168,16 @@ def test_with_admission_on_reuse_a_block_goes_down_when_it_is_loaded(start: Any)
     assert process.on_disk(A) == 3
 
 
+def test_with_admission_on_ram_eviction_a_block_goes_down_when_it_leaves(start: Any) -> None:
+    process = start(admission="ram_eviction")
+    process.store(A)
+    assert process.on_disk(A) == 0
+    for keys in (B, C):
+        for i in range(len(keys)):  # more at once than what is kept free would be lost
+            process.store(keys[: i + 1])
+    assert process.load(A) == len(A)
+
+
 def test_stopping_twice_is_as_good_as_once(start: Any) -> None:
     process = start()
     process.store(A)
@@ -304,3 +314,15 @@ def test_epochs_at_the_opening_are_even_and_after_a_reset_odd(found: int) -> Non
     assert seen[2] < seen[4], "an epoch that was current before"
     next_process = WeightEpochs(store)
     assert next_process.current() > seen[-1]
+
+
+def test_a_rank_that_has_slept_through_resets_does_not_take_the_epoch_back(tmp_path: Path) -> None:
+    path = str(tmp_path / "epoch")
+    first, second = FileEpochStore(path), FileEpochStore(path, rank=1)
+    assert first.current() == second.current()
+    seen = {first.current()}
+    for store in (first, first, second, first, second, second):
+        epoch = store.advance()
+        assert epoch > max(seen)
+        seen.add(epoch)
+    assert FileEpochStore(path).current() == max(seen)

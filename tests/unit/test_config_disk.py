@@ -63,7 +63,10 @@ def test_everything_can_be_set() -> None:
         ({"path": ["/a", 7], "capacity": 1}, ["disk.path is ['/a', 7]"]),
         ({"path": ["/a", "/b/../a"], "capacity": 1}, ["disk.path", "different folders"]),
         ({"path": "/a", "capacity": 1, "min_free": "-1"}, ["disk.min_free is '-1'"]),
-        ({"path": "/a", "capacity": 1, "admission": "sometimes"}, ["disk.admission is 'sometimes'", "always", "reuse"]),
+        (
+            {"path": "/a", "capacity": 1, "admission": "sometimes"},
+            ["disk.admission is 'sometimes'", "always", "reuse", "ram_eviction"],
+        ),
         ({"path": "/a", "capacity": 1, "direct": "yes"}, ["disk.direct is 'yes'", "true, false"]),
         ({"path": "/a", "capacity": 1, "threads": 0}, ["disk.threads is 0", "1 or more"]),
         ({"path": "/a", "capacity": 1, "stop_flush_s": -1}, ["disk.stop_flush_s is -1"]),

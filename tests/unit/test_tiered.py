@@ -409,7 +409,7 @@ def test_limits_out_of_range_are_refused(limits: dict[str, float]) -> None:
 
 
 def test_an_unknown_moment_to_cascade_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="cascade_when is 'never'; allowed: stored, reused"):
+    with pytest.raises(ConfigurationError, match="cascade_when is 'never'; allowed: stored, reused, evicted"):
         TieredOffloadingManager(CPUOffloadingManager(4), [], cascade_when="never")
 
 
@@ -436,3 +436,66 @@ def test_an_engine_with_long_steps_does_not_take_a_quick_tier_for_a_slow_one() -
         engine.step(0.5)
         assert engine.driver.match(f"again-{i}") == 16
         engine.driver.finish(f"again-{i}")
+
+
+WIDE = TieringLimits(request_share=1.0, promoting_share=1.0, cascading_share=0.5)
+
+
+def test_with_evicted_a_block_goes_down_before_it_leaves_ram_and_not_earlier() -> None:
+    tier = MemoryTier(100)
+    engine = Engine(16, [tier], cascade_when="evicted", limits=WIDE)
+    first, second, third = keys_of("first", 8), keys_of("second", 6), keys_of("third", 8)
+    engine.compute("a", first)
+    engine.settle()
+    assert tier.get_stats().ready_blocks == 0, "RAM has room"
+    for name, keys in (("b", second), ("c", third)):
+        for i in range(0, len(keys), 2):
+            engine.compute(f"{name}{i}", keys[: i + 2])
+            engine.settle()
+    ram, stats = engine.manager.ram, engine.manager.get_stats()
+    left = [key for key in (*first, *second, *third) if ram.residency(key) is Residency.ABSENT]
+    assert len(left) >= 6
+    assert tier.lookup(left) == [Residency.READY] * len(left)
+    assert tier.get_stats().ready_blocks == len(left)
+    assert stats.counters["cascade_shed_blocks"] == 0
+    assert (stats.pinned_blocks, stats.condemned_blocks) == (0, 0)
+    assert ram.num_free >= 4
+    engine.driver.add_request("again", first)
+    count = engine.match_in_time("again")
+    assert count == len(first)
+    engine.load("again", count)
+
+
+def test_with_evicted_a_tier_that_refuses_costs_the_block_and_no_slot() -> None:
+    tier = MemoryTier(100, max_storing_blocks=0)
+    engine = Engine(8, [tier], cascade_when="evicted")
+    for i in range(4):
+        engine.compute(f"r{i}", keys_of(f"prompt-{i}", 4))
+        engine.settle()
+    stats = engine.manager.get_stats()
+    assert tier.get_stats().ready_blocks == 0
+    assert stats.counters["cascade_shed_blocks"] > 0
+    assert stats.counters["stored_blocks"] == 16
+    assert (stats.pinned_blocks, stats.condemned_blocks) == (0, 0)
+
+
+def test_with_evicted_what_is_being_written_is_found_by_nobody_and_its_slot_is_not_reused() -> None:
+    tier = MemoryTier(100)
+    engine = Engine(8, [tier], cascade_when="evicted", limits=TieringLimits(cascading_share=0.5))
+    keys = keys_of("first", 8)
+    tier.blocks_per_poll = 0
+    engine.compute("a", keys)
+    engine.step()
+    stats = engine.manager.get_stats()
+    assert stats.condemned_blocks == 2
+    leaving = [key for key in keys if engine.manager.residency(key) is Residency.ABSENT]
+    assert len(leaving) == 2
+    engine.compute("b", keys_of("second", 8))
+    assert engine.manager.get_stats().condemned_blocks == 2
+    tier.blocks_per_poll = None
+    engine.settle()
+    assert tier.lookup(leaving) == [Residency.READY] * 2
+    engine.driver.add_request("c", keys)
+    count = engine.match_in_time("c")
+    if count:
+        engine.load("c", count)

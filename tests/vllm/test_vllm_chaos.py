@@ -28,6 +28,7 @@ STEPS_LATE = 3
 SEEDS = range(2, 7) if os.environ.get("KVTIER_SOAK") else [2]
 
 
+@pytest.mark.timeout(3600 if os.environ.get("KVTIER_SOAK") else 900)
 @pytest.mark.parametrize(("model_name", "num_blocks", "ram"), [("dense", 26, 4_000_000), ("hybrid", 60, 6_000_000)])
 def test_chaos(model_name, num_blocks, ram, request, tmp_path):
     model: Path = request.getfixturevalue(model_name)

@@ -18,7 +18,7 @@ from kvtier.tiers.disk.space import list_caches
 BLOCK_BYTES = 3 * 2 * 2 * 32 * 4 * BLOCK  # of the dense model: layers, K and V, heads, head size, float32
 NUM_USERS = 20
 FIRST_TOKENS, MORE_TOKENS, ANSWER_TOKENS = 3 * BLOCK + 10, 20, 4
-RAM_BLOCKS = 18
+RAM_BLOCKS = 16
 
 new_prompt = Prompts(seed=12)
 
@@ -101,7 +101,7 @@ def test_conversations_that_ram_does_not_hold_and_restarts(dense, plain, restart
         before = from_disk(engine)
         num_known, num_back = conversations.turn(engine)
         assert num_back == num_known
-        assert from_disk(engine) - before > 0.9 * num_known
+        assert from_disk(engine) - before >= num_known - RAM_BLOCKS
 
     engine = restart()
     before = from_disk(engine)
@@ -120,7 +120,7 @@ def test_conversations_that_ram_does_not_hold_and_restarts(dense, plain, restart
 
     engine = restart(weights_id="of another name")
     assert conversations.turn(engine)[1] == 0
-    assert conversations.num_blocks > 9 * RAM_BLOCKS
+    assert conversations.num_blocks >= 10 * RAM_BLOCKS
 
 
 def test_where_a_hit_came_from_and_every_figure_is_declared(dense, restart):

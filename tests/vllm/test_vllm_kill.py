@@ -62,6 +62,7 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.timeout(3600 if SOAK else 900)
 @pytest.mark.parametrize(
     ("kills", "multiprocess", "seed"),
     [(ONE_PROCESS, False, 1), (THREE_PROCESSES, True, 2)],

@@ -46,6 +46,7 @@ def _root() -> None:
 @app.command(
     epilog=examples(
         "kvtier serve Qwen/Qwen3-8B --ram 32GiB -- --port 8000 --max-model-len 16384",
+        "kvtier serve ./model --ram 8GiB --disk /var/cache/kvtier --disk-capacity 200GiB -- --shutdown-timeout 10",
         "kvtier serve ./model --ram 8GiB --set blocks_per_chunk=4 --dry-run",
     )
 )
@@ -75,6 +76,12 @@ def serve(
     pool_dir: Annotated[
         Path | None, typer.Option(help="Folder of a tmpfs to take the RAM from. Default: memory without a folder.")
     ] = None,
+    disk_folder: Annotated[
+        Path | None, typer.Option("--disk", help="Folder for a disk tier behind the RAM. Default: none.")
+    ] = None,
+    disk_capacity: Annotated[
+        str | None, typer.Option(help="What kvtier may take in that folder, for example 200GiB.", show_default=False)
+    ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any other key of kvtier's configuration. Repeatable."),
@@ -92,6 +99,7 @@ def serve(
         "deadline_s": deadline_s,
         "store_threshold": store_threshold,
         "pool_dir": str(pool_dir) if pool_dir else None,
+        "disk": serving.disk_settings(disk_folder, disk_capacity),
     }
     for assignment in assignments or ():
         key, value = serving.parse_assignment(assignment)

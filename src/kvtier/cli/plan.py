@@ -64,7 +64,7 @@ def plan(
     kv_dtype: KVDtype = None,
     prefill_rate: PrefillRate = None,
     disk_gb_per_s: Annotated[float, typer.Option(help="Read speed of a disk tier, in GB/s.")] = 3.0,
-    sample_rate: Annotated[float, typer.Option(help="Share of the blocks to sample; 1 for all.")] = 0.05,
+    sample_rate: Annotated[float, typer.Option(help="Share of the blocks to sample; 1 for all.")] = 0.04,
     seed: Annotated[int, typer.Option(min=0, help="Another seed, another sample.")] = 0,
     full_blocks: FullBlocks = False,
     first: First = None,

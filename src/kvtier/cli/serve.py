@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigurationError
@@ -38,6 +39,16 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
+
+
+def disk_settings(folder: Path | None, capacity: str | None) -> dict[str, Any] | None:
+    """What `--disk` and `--disk-capacity` say. Raises ConfigurationError for one without the other."""
+    if folder is None and capacity is None:
+        return None
+    if folder is None or capacity is None:
+        missing = "--disk-capacity" if capacity is None else "--disk"
+        raise ConfigurationError(f"{missing} is missing: a disk tier needs a folder and what it may take there")
+    return {"path": str(folder), "capacity": capacity}
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

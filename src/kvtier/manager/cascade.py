@@ -23,6 +23,8 @@ class CascadeWhen(enum.Enum):
     """As soon as it is in RAM."""
     REUSED = "reused"
     """When it is loaded from RAM for the first time."""
+    EVICTED = "evicted"
+    """When it is about to be evicted: a few slots are kept free for that, and hold what the first tier is reading."""
 
     @classmethod
     def parse(cls, name: str) -> CascadeWhen:

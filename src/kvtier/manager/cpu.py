@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Sequence
-from itertools import filterfalse, takewhile
+from itertools import filterfalse
 from typing import cast
 
-from kvtier.errors import BlockNotReadyError, ConfigurationError, InvariantError
-from kvtier.events import OffloadingEvent
-from kvtier.index import BlockIndex
-from kvtier.interfaces import (
-    BreakerState,
-    CPULoadStoreSpec,
-    LoadStoreSpec,
-    ManagerStats,
-    OffloadingManager,
-    PrefixLookup,
-    PrepareStoreOutput,
-    ReqContext,
-    Residency,
-)
+from kvtier.errors import BlockNotReadyError, InvariantError
+from kvtier.interfaces import CPULoadStoreSpec, LoadStoreSpec, PrepareStoreOutput, ReqContext
 from kvtier.keys import OffloadKey
 from kvtier.manager import completions
-from kvtier.manager.ages import StoreAges
-from kvtier.manager.breaker import CircuitBreaker, Transfer
+from kvtier.manager.breaker import Transfer
+from kvtier.manager.queries import SingleTierQueries
 from kvtier.manager.requests import RequestState
-from kvtier.manager.reuse_filter import ReuseFilter
-from kvtier.manager.room import evict_for_all, evict_for_prefix, protected_from
-from kvtier.manager.waiting import WaitingCost
-from kvtier.policy import make_policy
-
-_READY, _ARRIVING, _ABSENT = Residency.READY, Residency.ARRIVING, Residency.ABSENT  # members are slow to look up
+from kvtier.manager.room import evict_for_all, evict_for_prefix
 
 
-class CPUOffloadingManager(OffloadingManager):
+class CPUOffloadingManager(SingleTierQueries):
     """Tracks `num_blocks` slots of one tier. See `OffloadingManager` for the contract.
 
     `store_threshold` of 2 or more filters stores by reuse (`max_tracker_size` keys are remembered); 0 and 1 do
@@ -46,79 +28,10 @@ class CPUOffloadingManager(OffloadingManager):
     With a `breaker` (which is then this manager's) the tier is not used while that is shut: look-ups answer absent,
     and stores are shed.
 
+    Requests may give hints (`kvtier.manager.hints`): of the blocks they may keep a share of `pin_share` (0..1) pinned.
+
     Raises ConfigurationError for values outside what is said here.
     """
-
-    def __init__(
-        self,
-        num_blocks: int,
-        cache_policy: str = "lru",
-        enable_events: bool = False,
-        store_threshold: int = 0,
-        max_tracker_size: int = 64_000,
-        *,
-        deadline_s: float = 5.0,
-        store_timeout_s: float = 30.0,
-        breaker: CircuitBreaker | None = None,
-    ) -> None:
-        if num_blocks < 1:
-            raise ConfigurationError(f"num_blocks is {num_blocks}; allowed: 1 or more")
-        if not 0 <= deadline_s < math.inf:
-            raise ConfigurationError(f"deadline_s is {deadline_s}; allowed: 0 (never wait) or more seconds")
-        if not store_timeout_s > 0:
-            raise ConfigurationError(f"store_timeout_s is {store_timeout_s}; allowed: more than 0 seconds")
-        self.policy = make_policy(cache_policy, num_blocks)
-        self.deadline_s = deadline_s
-        self.store_timeout_s = store_timeout_s
-        reuse_filter = ReuseFilter(store_threshold, max_tracker_size)
-        self._filter = reuse_filter if store_threshold > 1 else None
-        self._index = BlockIndex(num_blocks)
-        self._ready = self._index.ready
-        self._in_flight = self._index.in_flight
-        self._events: list[OffloadingEvent] | None = [] if enable_events else None
-        self._now_s = -math.inf
-        self._ages = StoreAges(store_timeout_s)
-        self._counters: defaultdict[str, int] = defaultdict(int)  # a Counter sets its items through Python slots
-        self._cost = WaitingCost()
-        self.breaker = breaker
-
-    # -- look-up ---------------------------------------------------------------------------------------------
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if self._filter is not None:
-            self._filter.count_lookups((key,), req_context)
-        if self.breaker is not None and self.breaker.is_shut:
-            return False
-        if key in self._ready:
-            return True
-        if key not in self._in_flight:
-            return False
-        return None if self._defer_on(key, req_context) else False
-
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixLookup:
-        if self.breaker is not None and self.breaker.is_shut:
-            return PrefixLookup(0, _ABSENT)
-        num_ready = len(list(takewhile(self._ready.__contains__, keys)))
-        if self._filter is not None:
-            self._filter.count_lookups(keys[: num_ready + 1], req_context)
-        if num_ready == len(keys):
-            return PrefixLookup(num_ready, _READY)
-        if not self._in_flight:
-            return PrefixLookup(num_ready, _ABSENT)
-        key = keys[num_ready]
-        waits = (
-            key in self._in_flight
-            and self.worth_waiting(keys[num_ready:], req_context)
-            and self._defer_on(key, req_context)
-        )
-        return PrefixLookup(num_ready, _ARRIVING if waits else _ABSENT)
-
-    def residency(self, key: OffloadKey) -> Residency:
-        if self.breaker is not None and self.breaker.is_shut:
-            return _ABSENT
-        if key in self._ready:
-            return _READY
-        return _ARRIVING if key in self._in_flight else _ABSENT
 
     # -- loads -----------------------------------------------------------------------------------------------
 
@@ -137,6 +50,8 @@ class CPUOffloadingManager(OffloadingManager):
         request: RequestState = req_context._states.get(self) or self._request(req_context)
         index.pin(own)
         request.note_reused(own)
+        if request.hints is not None:
+            self._note_hints(request.hints, keys)
         if self._filter is not None:
             self._filter.note_prepared(req_context)
         begin_by_s = request.load_begin_by_s(self._now_s, self.deadline_s) if self._now_s > -math.inf else None
@@ -191,11 +106,11 @@ class CPUOffloadingManager(OffloadingManager):
         request: RequestState = req_context._states.get(self) or self._request(req_context)
         if self.breaker is not None and self.breaker.is_shut:
             return self._shed_all(keys, distinct, request)
-        new = self._storable(keys, distinct)
+        new = self._storable(keys, distinct, request)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         if missing > 0:
-            victims = evict_for_all(self.policy, new, missing, protected_from(self._index, distinct, new), request)
+            victims = evict_for_all(self._order, new, missing, self._protected(distinct, new), request)
             if victims is None:
                 self._counters["refused_blocks"] += len(new)
                 return None
@@ -212,14 +127,14 @@ class CPUOffloadingManager(OffloadingManager):
         request: RequestState = req_context._states.get(self) or self._request(req_context)
         if self.breaker is not None and self.breaker.is_shut:
             return self._shed_all(keys, distinct, request)
-        new = self._storable(keys, distinct)
+        new = self._storable(keys, distinct, request)
         missing = len(new) - self._index.num_free
         evicted: list[OffloadKey] = []
         fitting = len(new)
         if request.shed:
             fitting = 0
         elif missing > 0:
-            evicted = evict_for_prefix(self.policy, new, missing, protected_from(self._index, distinct, new), request)
+            evicted = evict_for_prefix(self._order, new, missing, self._protected(distinct, new), request)
             fitting -= missing - len(evicted)
         if fitting < len(new):
             keys, new = self._shed(keys, new, fitting)
@@ -249,7 +164,7 @@ class CPUOffloadingManager(OffloadingManager):
         failed = list(dict.fromkeys(filter(self._in_flight.__contains__, arriving)))
         if failed:
             self._index.abandon(failed)
-            self.policy.remove(failed)
+            self._order.remove(failed)
             self._counters["failed_store_blocks"] += len(failed)
             if self.breaker is not None and req_context.by_engine:
                 self.breaker.note_failure(Transfer.STORE)
@@ -261,7 +176,7 @@ class CPUOffloadingManager(OffloadingManager):
     # -- recency and requests --------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.policy.touch(reversed(list(keys)), self._in_flight)
+        self._order.touch(reversed(list(keys)), self._in_flight)
 
     def count_offers(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         if self._filter is not None:
@@ -270,7 +185,7 @@ class CPUOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> None:
         request = req_context._states.get(self)
         if request is None:
-            request = req_context._states[self] = RequestState()
+            request = self._request(req_context)
         request.introduced = True
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -279,7 +194,9 @@ class CPUOffloadingManager(OffloadingManager):
         request: RequestState | None = req_context._states.get(self)
         if request is None:
             return
-        self.policy.settle(reversed(request.accessed), request.inserted)
+        self._order.settle(reversed(request.accessed), request.inserted)
+        if request.hints is not None and self._hinted is not None:
+            self._hinted.note_finished(request.hints, list(request.accessed))
         if request.loads:
             # only its open loads are still of interest
             rest = req_context._states[self] = RequestState()
@@ -287,25 +204,7 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             del req_context._states[self]
 
-    # -- waiting and time ------------------------------------------------------------------------------------
-
-    def still_waiting(self, req_context: ReqContext) -> bool:
-        return self.stuck_on(req_context) is not None
-
-    def worth_waiting(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
-        if self._cost.recompute_blocks_per_s is None or not self._in_flight:
-            return True
-        request = self._request(req_context)
-        self._cost.observe(self._now_s, self._counters["stored_blocks"], is_storing=True)
-        patience_s = self._cost.patience_s(keys, self._ready, self._in_flight)
-        request.patient_until_s = min(request.patient_until_s, self._now_s + patience_s)
-        return request.is_patient(self._now_s, self._counters)
-
-    def tell_recompute_rate(self, blocks_per_s: float | None) -> None:
-        self._cost.tell(blocks_per_s)
-
-    def defer(self, req_context: ReqContext) -> bool:
-        return self._request(req_context).may_wait(self._now_s, self.deadline_s, self._counters)
+    # -- time --------------------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> None:
         if now_s <= self._now_s:
@@ -313,6 +212,8 @@ class CPUOffloadingManager(OffloadingManager):
         # what began before the time was first told begins to age now
         self._ages.note(now_s if self._now_s == -math.inf else self._now_s, self._index.num_allocations)
         self._now_s = now_s
+        if self._hinted is not None:
+            self._hinted.now_s = now_s
         if self.breaker is not None:
             self.breaker.advance(now_s)
         if self._cost.recompute_blocks_per_s is not None:
@@ -330,26 +231,9 @@ class CPUOffloadingManager(OffloadingManager):
         self._index.condemn_reads(list(self._index.pins))
         self._index.drop(list(self._ready))
         self._index.renew_free_order()
-        self.policy.clear()
+        self._order.clear()
         self._counters["resets"] += 1
         self._emit(removed, removed=True)
-
-    def take_events(self) -> list[OffloadingEvent]:
-        if not self._events:
-            return []
-        events, self._events = self._events, []
-        return events
-
-    def get_stats(self) -> ManagerStats:
-        return ManagerStats(
-            capacity_blocks=self._index.num_slots,
-            ready_blocks=len(self._ready),
-            in_flight_blocks=len(self._in_flight),
-            pinned_blocks=len(self._index.pins),
-            condemned_blocks=len(self._index.condemned),
-            breaker_state=self.breaker.state if self.breaker is not None else BreakerState.CLOSED,
-            counters=dict(self._counters),
-        )
 
     def check_invariants(self) -> None:
         self._index.check_invariants()
@@ -358,6 +242,8 @@ class CPUOffloadingManager(OffloadingManager):
         if len(held) != len(self.policy) or len(held) != len(resident) or set(held) != resident:
             difference = [key.hex() for key in resident.symmetric_difference(held)]
             raise InvariantError(f"the policy does not hold exactly the resident keys: {difference}")
+        if self._hinted is not None:
+            self._hinted.check_invariants()
 
     # -- for a manager of several tiers ------------------------------------------------------------------------
 
@@ -366,19 +252,24 @@ class CPUOffloadingManager(OffloadingManager):
         """Whether stores have to be offered more than once."""
         return self._filter is not None
 
-    def stuck_on(self, req_context: ReqContext) -> OffloadKey | None:
-        """The block in flight that the request was told to wait for and still has to; None: it need not wait. O(1)."""
-        request: RequestState | None = req_context._states.get(self)
-        if request is None or request.stuck_key not in self._in_flight:
-            return None
-        if self.breaker is not None and self.breaker.is_shut:
-            return None
-        return request.stuck_key if self._may_wait_for_stores(request) else None
+    @property
+    def num_free(self) -> int:
+        """Slots that a store can have without evicting. O(1)."""
+        return self._index.num_free
 
-    def limit_wait(self, req_context: ReqContext, patience_s: float) -> None:
-        """The request waits for blocks in flight no longer than this from now: later, computing is cheaper."""
-        request = self._request(req_context)
-        request.patient_until_s = min(request.patient_until_s, self._now_s + patience_s)
+    def evict_early(self, count: int, req_context: ReqContext) -> CPULoadStoreSpec:
+        """Evicts `count` blocks, or as many as may go, but keeps their bytes until `complete_load` with this spec.
+
+        For a manager that writes them down meanwhile: nobody else finds them any more. O(count) at best.
+        """
+        index = self._index
+        count = min(count, len(self._ready) - len(index.pins))
+        victims = (self.policy.evict(count, (index.pins, index.in_flight)) or []) if count > 0 else []
+        spec = self.prepare_load(victims, req_context)
+        index.condemn_reads(victims)
+        self._counters["evicted_blocks"] += len(victims)
+        self._emit(victims, removed=True)
+        return spec
 
     def ready_keys(self) -> list[OffloadKey]:
         """Every block that can be loaded, oldest store first. The caller owns the list. O(capacity)."""
@@ -386,35 +277,17 @@ class CPUOffloadingManager(OffloadingManager):
 
     # -- private ---------------------------------------------------------------------------------------------
 
-    def _request(self, req_context: ReqContext) -> RequestState:
-        request: RequestState | None = req_context._states.get(self)
-        if request is None:
-            request = req_context._states[self] = RequestState()
-        return request
-
-    def _defer_on(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        request = self._request(req_context)
-        if not self._may_wait_for_stores(request):
-            return False
-        if request.stuck_key not in self._in_flight:
-            request.stuck_key = key
-        if self._filter is not None:
-            self._filter.note_deferred(req_context)
-        return True
-
-    def _may_wait_for_stores(self, request: RequestState) -> bool:
-        now_s, counters = self._now_s, self._counters
-        return request.is_patient(now_s, counters) and request.may_wait(now_s, self.deadline_s, counters)
-
     def _shed_all(self, keys: list[OffloadKey], distinct: set[OffloadKey], request: RequestState) -> PrepareStoreOutput:
         """The tier is not used now: nothing of this is stored, and nothing behind it."""
-        num_shed = len(self._storable(keys, distinct))
+        num_shed = len(self._storable(keys, distinct, request))
         self._counters["shed_blocks"] += num_shed
         request.shed = request.shed or num_shed > 0
         return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
 
-    def _storable(self, keys: list[OffloadKey], distinct: set[OffloadKey]) -> list[OffloadKey]:
+    def _storable(self, keys: list[OffloadKey], distinct: set[OffloadKey], request: RequestState) -> list[OffloadKey]:
         """Those of `keys` that are neither stored nor in flight and that the filter admits, in order."""
+        if request.hints is not None and request.hints.no_store:
+            return []
         new = keys
         if not self._ready.keys().isdisjoint(distinct):
             new = list(filterfalse(self._ready.__contains__, keys))
@@ -431,7 +304,7 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Of the offered `keys`, and of the `new` ones among them, those that are not behind the first `fitting`."""
         self._counters["shed_blocks"] += len(new) - fitting
-        self.policy.decline(new[fitting:])
+        self._order.decline(new[fitting:])
         return keys[: keys.index(new[fitting])], new[:fitting]
 
     def _grant(
@@ -446,6 +319,8 @@ class CPUOffloadingManager(OffloadingManager):
         if self._filter is not None:
             self._filter.note_prepared(req_context)
         index = self._index
+        if self._hinted is not None and new:
+            self._note_order(keys, new, request)
         if evicted:
             index.drop(evicted)
             self._counters["evicted_blocks"] += len(evicted)
@@ -456,10 +331,14 @@ class CPUOffloadingManager(OffloadingManager):
             stored = set(new)
             request.note_reused({key: None for key in keys if key in stored or index.state_of(key) is not None})
         if not new:
+            if request.hints is not None:
+                self._note_hints(request.hints, keys)
             return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted)
         slot_of, slots, generation = index.allocate(new)
-        self.policy.insert(new)
+        self._order.insert(new)
         request.note_inserted(slot_of)
+        if request.hints is not None:
+            self._note_hints(request.hints, keys)
         if not request.introduced and len(request.accessed) > 2 * index.num_slots + 1024:
             request.keep_only(lambda key: index.state_of(key) is not None)
         if self.breaker is not None and req_context.by_engine:
@@ -473,7 +352,7 @@ class CPUOffloadingManager(OffloadingManager):
         pinned = [key for key in keys if key in self._index.pins]
         self._index.condemn_reads(pinned)
         self._index.drop([key for key in keys if key in self._ready])
-        self.policy.remove(keys)
+        self._order.remove(keys)
         self._emit(keys, removed=True)
 
     def _reap(self, last_overdue: int) -> None:
@@ -484,9 +363,5 @@ class CPUOffloadingManager(OffloadingManager):
             if self.breaker is not None:
                 self.breaker.note_failure(Transfer.STORE, len({generations[self._in_flight[key]] for key in overdue}))
             self._index.condemn_writes(overdue)
-            self.policy.remove(overdue)
+            self._order.remove(overdue)
             self._counters["reaped_blocks"] += len(overdue)
-
-    def _emit(self, keys: list[OffloadKey], removed: bool) -> None:
-        if self._events is not None and keys:
-            self._events.append(OffloadingEvent(list(keys), CPULoadStoreSpec.medium(), removed))

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtier.interfaces import CPULoadStoreSpec
 from kvtier.keys import OffloadKey
+from kvtier.manager.hints import Hints
 
 MIN_LOAD_BEGIN_S = 1.0
 """A load may always wait this long to begin, however short the deadline: the engine's own step comes first."""
@@ -33,6 +34,8 @@ class RequestState:
     """A store was cut short: what lies behind the cut is not worth storing."""
     refused = False
     """The policy has declined a block of it: it is not asked about the later ones."""
+    hints: Hints | None = None
+    """What it says of itself."""
     accessed = NO_KEYS
     """Keys in the order of their first access: what the end of the request tells the policy."""
     inserted = NO_KEYS

@@ -95,7 +95,17 @@ class TierTransfers:
         The caller guarantees that the keys are ready in RAM. O(keys).
         """
         context = self._new_context("cascade")
-        spec = self._ram.prepare_load(keys, context)
+        return self._offer(number, context, self._ram.prepare_load(keys, context))
+
+    def evict_down(self, number: int, count: int) -> int:
+        """Evicts blocks from RAM, as many as `count`, and offers them to the tier. Their slots are free once it has
+        read them, or at once if it does not accept them. Returns how many it does not. O(count) at best."""
+        context = self._new_context("eviction")
+        spec = self._ram.evict_early(count, context)
+        return len(spec.keys) - self._offer(number, context, spec) if spec.keys else 0
+
+    def _offer(self, number: int, context: _TierContext, spec: CPULoadStoreSpec) -> int:
+        keys = list(spec.keys)
         num_accepted = self._paces[number].tier.submit_store(self._num_jobs, keys, spec.slots)
         if num_accepted < len(keys):
             self._ram.complete_load(keys[num_accepted:], context, spec=spec)

@@ -19,7 +19,7 @@ from kvtier.interfaces import (
 )
 from kvtier.keys import OffloadKey
 from kvtier.manager.breaker import CircuitBreaker
-from kvtier.manager.cascade import CascadeQueue, CascadeWhen
+from kvtier.manager.cascade import STEP_BLOCKS, CascadeQueue, CascadeWhen
 from kvtier.manager.cpu import CPUOffloadingManager
 from kvtier.manager.pace import TierPace
 from kvtier.manager.promotions import PromotionPlanner, TieringLimits
@@ -39,7 +39,9 @@ class TieredOffloadingManager(OffloadingManager):
     recomputing (`tell_recompute_rate`) is not begun.
 
     **Down.** Blocks that were stored (or, with `cascade_when` "reused", loaded) are offered to every tier below, and
-    pinned in RAM only while a tier that has accepted them reads them. A tier that is slow or full sheds.
+    pinned in RAM only while a tier that has accepted them reads them. A slow or full tier sheds. With "evicted",
+    half of `cascading_share` is kept free in RAM: what would be evicted next leaves early, and is offered to the first
+    tier. Nobody finds it on its way, and stores that take more room than that within a step evict what is lost.
 
     A tier whose jobs keep failing is left alone for a while (`CircuitBreaker`). `epochs` keeps the weight epoch:
     `reset_cache` raises it, and closes the tiers if that fails. The caller has attached the tiers to the pool whose
@@ -68,6 +70,8 @@ class TieredOffloadingManager(OffloadingManager):
         capacity = ram.get_stats().capacity_blocks
         self._queues = [CascadeQueue(capacity) for _ in tiers]
         self._max_cascading = max(1, int(capacity * self.limits.cascading_share))
+        self._num_reserved = max(1, self._max_cascading // 2)
+        """Slots that are kept free where blocks are written down before they are evicted."""
         self._epochs = epochs
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._counters: Counter[str] = Counter()
@@ -165,6 +169,8 @@ class TieredOffloadingManager(OffloadingManager):
     def on_schedule_end(self) -> None:
         self.ram.on_schedule_end()
         self._promotions.plan()
+        if self._when is CascadeWhen.EVICTED and self._paces:
+            self._evict_down()
         for number, queue in enumerate(self._queues):
             if queue:
                 self._cascade(number)
@@ -312,6 +318,14 @@ class TieredOffloadingManager(OffloadingManager):
         keys = [key for key, found in zip(keys, below, strict=True) if found is _ABSENT]
         if keys:
             queue.give_back(keys[self._transfers.take_down(number, keys) :])
+
+    def _evict_down(self) -> None:
+        """Keeps some slots free, by writing down what would be evicted next."""
+        pace = self._paces[0]
+        room = self._max_cascading - self._transfers.num_cascading
+        count = min(self._num_reserved - self.ram.num_free, room, STEP_BLOCKS)
+        if count > 0 and pace.is_usable:
+            self._queues[0].num_shed += self._transfers.evict_down(0, count)
 
     def _note_stored(self, medium: str, keys: list[OffloadKey]) -> None:
         self._emit(keys, medium, removed=False)

@@ -2,36 +2,48 @@
 
 Blocks are handled in segments (`kvtier.policy.segments`): a segment that others continue leaves after them, so a hit
 never ends at a hole. Among the ends of all prompts, the one of least worth (`kvtier.policy.survival`) goes first.
-Worth depends on how often a block was used, whether it was the last of its request (where engines hash partial blocks,
-those never match again; where they do not, the policy learns that they do), and its age in requests. What was evicted
-is remembered for a while, by key only: its return teaches, and its count of uses goes on.
+Worth depends on a block's kind and its age in requests. The kind says how often a block was used; of blocks used once,
+whether they continue a prompt that was known; and whether it was the last of its request (where engines hash partial
+blocks, those never match again; where they do not, the policy learns that they do). What was evicted is remembered for
+a while, by key only: its return teaches, and its count of uses goes on.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain, groupby, pairwise, takewhile
+from itertools import chain, groupby, islice
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
+from kvtier.policy.recency import consume, has_evictable
 from kvtier.policy.segments import AgeQueue, Segment
-from kvtier.policy.survival import SurvivalModel, age_class
+from kvtier.policy.survival import SurvivalModel
 
 _TAIL = 0
-"""Kind of the last block of the one request that used it. Other kinds: 1 to 4 or more uses."""
-_MAX_USES = 4
-_NUM_KINDS = _MAX_USES + 1
-_GHOSTS_PER_BLOCK = 4
-_REFRESH_TICKS = 50
+"""Kind of the last block of the one request that used it."""
+_FIRST = 1
+"""Kind of blocks used once. Those used twice, or more often, have their uses as kind."""
+_MAX_USES = 3
+_BEHIND = _MAX_USES + 1
+"""Kind of blocks used once whose request found the blocks before them."""
+_NUM_KINDS = _MAX_USES + 2
+_GHOSTS_PER_BLOCK = 8
+_MIN_REFRESH_TICKS = 50
+_SEGMENTS_PER_TICK = 16
+"""How many segments a refresh may look at, for every tick since the one before."""
+_MAX_SAMPLED_LIVES = 2048
+"""Of more lives than that, which have not ended, every n-th stands for n when the model is renewed."""
 _FADE = 0.97
+_INFINITE = float("inf")
+_PRICE_TICKS = 4
+"""Worths that are known are good for so many ticks."""
 
 
 class AdaptiveCachePolicy(CachePolicy):
     """See the module. Time is counted in ticks, one for each request that ends.
 
-    Per block of capacity it remembers one resident key and up to four evicted ones: some 200 bytes each where segments
-    are ten blocks long, some 600 where every request has one block.
+    Per block of capacity it remembers one resident key and up to eight evicted ones: see docs/decisions/eviction.md.
     """
 
     name = "adaptive"
@@ -42,54 +54,61 @@ class AdaptiveCachePolicy(CachePolicy):
 
     def _start(self) -> None:
         self._now = 0
-        self._refresh_at = _REFRESH_TICKS
+        self._refresh_at = _MIN_REFRESH_TICKS
         self._segment_of: dict[OffloadKey, Segment] = {}
-        """Of resident and evicted keys."""
-        self._num_resident = 0
+        """Of resident keys."""
+        self._segments: dict[Segment, None] = {}
+        """All of these."""
         self._ends = [AgeQueue() for _ in range(_NUM_KINDS)]
-        """By kind, the resident segments that no resident one continues."""
-        self._ghosts: OrderedDict[Segment, None] = OrderedDict()
-        """Evicted segments, the first to be forgotten first."""
-        self._model = SurvivalModel(_NUM_KINDS)
+        """By kind, the segments that no other continues."""
+        self._ghosts: OrderedDict[OffloadKey, Segment] = OrderedDict()
+        """Evicted segments by their shallowest key, the first to be forgotten first."""
+        self._num_ghost_keys = 0
+        self._model = SurvivalModel(_NUM_KINDS, new_kinds=(_FIRST, _BEHIND))
 
     # -- accesses --------------------------------------------------------------------------------------------
 
     def insert(self, keys: Sequence[OffloadKey]) -> None:
-        self._num_resident += len(keys)
         for segment in self._adopt(keys):
-            segment.resident = True
+            self._segments[segment] = None
+            self._segment_of.update(dict.fromkeys(segment.keys, segment))
             self._ends[segment.kind].add(segment)
-        self._forget_ghosts()
 
     def _adopt(self, keys: Sequence[OffloadKey]) -> list[Segment]:
-        """Segments, not resident and in no queue, of keys that are not resident; what returns is noted as used."""
-        segment_of = self._segment_of
-        if not any(map(segment_of.get, keys)):
-            segments = [Segment(list(keys[::-1]), 1, 1, self._now)]
-            segment_of.update(dict.fromkeys(keys, segments[0]))
-            return segments
-        segments = []
-        for ghost, group in groupby(keys[::-1], segment_of.get):
-            part = list(group)
+        """Segments, in no queue, of keys that are not resident; what returns is noted as used, and no ghost any more.
+
+        Ghosts are found by their shallowest keys only: a prompt whose beginning is not known is new.
+        """
+        segments: list[Segment] = []
+        begin = 0
+        while begin < len(keys):
+            ghost = self._ghosts.get(keys[begin])
             if ghost is None:
-                segment = Segment(part, 1, 1, self._now)
-                segment_of.update(dict.fromkeys(part, segment))
-            else:
-                segment = self._recall(ghost, part)
+                segments.append(Segment(list(keys[begin:][::-1]), _FIRST, 1, self._now))
+                break
+            segment = self._recall(ghost, keys, begin)
             segments.append(segment)
+            begin += len(segment.keys)
         return segments
 
-    def _recall(self, ghost: Segment, part: list[OffloadKey]) -> Segment:
-        """Keys of an evicted segment return."""
-        if len(part) == len(ghost.keys):
-            del self._ghosts[ghost]
+    def _recall(self, ghost: Segment, keys: Sequence[OffloadKey], begin: int) -> Segment:
+        """The shallowest keys of an evicted segment return: as many as agree with `keys` from `begin` on."""
+        del self._ghosts[keys[begin]]
+        size = len(ghost.keys)
+        returned = keys[begin : begin + size][::-1]
+        if returned == ghost.keys:
             segment = ghost
-            segment.keys = part
         else:
-            returned = set(part)
-            ghost.keys = [key for key in ghost.keys if key not in returned]
-            segment = Segment(part, ghost.kind, ghost.uses, ghost.last_use)
-            self._segment_of.update(dict.fromkeys(part, segment))
+            returned = list(returned)
+            size = 1
+            while size < len(returned) and returned[-size - 1] == ghost.keys[-size - 1]:
+                size += 1
+            segment = Segment(returned[-size:], ghost.kind, ghost.uses, ghost.last_use)
+            if size < len(ghost.keys):
+                del ghost.keys[-size:]
+                self._replace_ghost(ghost)
+        self._num_ghost_keys -= size
+        segment.ghost = None
         self._count_use(segment)
         segment.last_use = self._now
         return segment
@@ -97,135 +116,212 @@ class AdaptiveCachePolicy(CachePolicy):
     def _count_use(self, segment: Segment) -> None:
         """A segment that is in no queue was used again."""
         self._model.note_use(segment.kind, self._now - segment.last_use, len(segment.keys))
-        segment.uses += 1
-        segment.kind = min(segment.uses, _MAX_USES)
+        if segment.uses < _MAX_USES:
+            segment.uses += 1
+        segment.kind = segment.uses
 
     def touch(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey] = ()) -> None:
-        self._access(list(keys), first_use)
+        self._access(list(dict.fromkeys(keys)), first_use)
 
     def settle(self, keys: Iterable[OffloadKey], first_use: Container[OffloadKey]) -> None:
         keys = list(keys)
         path = self._access(keys, first_use)
         if path:
             deepest = path[0]
-            is_new_end = deepest.uses == 1 and not deepest.children and deepest.kind != _TAIL
-            if is_new_end and deepest.keys[0] == keys[0] and keys[0] in first_use:
-                self._mark_tail(deepest)
+            if deepest.uses == 1 and deepest.kind != _TAIL:
+                if path[-1].uses > 1:
+                    self._mark_behind(path)
+                if not deepest.children and deepest.keys[0] == keys[0] and keys[0] in first_use:
+                    self._mark_tail(deepest)
         self._now += 1
+        if not self._now % _PRICE_TICKS:
+            for queue in self._ends:
+                queue.cheapest = None
         if self._now >= self._refresh_at:
             self._refresh()
 
     def _refresh(self) -> None:
         now = self._now
-        segments = set(self._segment_of.values())
-        self._model.refresh((segment.kind, now - segment.last_use, len(segment.keys)) for segment in segments)
+        num_running = len(self._segments) + len(self._ghosts)
+        step = 1 + num_running // _MAX_SAMPLED_LIVES
+        running = islice(chain(self._segments, self._ghosts.values()), self._now % step, None, step)
+        self._model.refresh(now, running, step)
         self._model.fade(_FADE)
-        self._refresh_at = now + max(_REFRESH_TICKS, len(segments) // 16)
+        for queue in self._ends:
+            queue.cheapest = None
+        self._refresh_at = now + max(_MIN_REFRESH_TICKS, num_running // _SEGMENTS_PER_TICK)
 
     def _access(self, keys: list[OffloadKey], first_use: Container[OffloadKey]) -> list[Segment]:
         """One use of the resident ones of `keys`, deepest first. Their segments, in that order."""
         path: list[Segment] = []
-        position = 0
-        while position < len(keys):
-            segment = self._segment_of.get(keys[position])
-            if segment is None or not segment.resident:
+        segment_of, ends, now = self._segment_of, self._ends, self._now
+        position, num_keys = 0, len(keys)
+        while position < num_keys:
+            key = keys[position]
+            segment = segment_of.get(key)
+            if segment is None:
                 position += 1
                 continue
-            part = keys[position : position + len(segment.keys)]
-            if part != segment.keys:
-                part = list(takewhile(lambda key: self._segment_of.get(key) is segment, keys[position:]))  # noqa: B023
-                if len(part) < len(segment.keys):
-                    segment = self._split(segment, part)
-            position += len(part)
-            if segment.period >= 0:
-                self._ends[segment.kind].discard(segment)
-            if part[0] not in first_use:
-                self._count_use(segment)
-            segment.last_use = self._now
+            size = len(segment.keys)
+            if keys[position : position + size] != segment.keys:
+                segment, size = self._part_of(segment, keys, position)
+            position += size
+            is_reuse = key not in first_use
+            if is_reuse or segment.last_use != now:
+                if segment.period >= 0:
+                    ends[segment.kind].discard(segment)
+                if is_reuse:
+                    self._count_use(segment)
+                segment.last_use = now
+            if path:
+                deeper = path[-1]
+                if deeper.parent is not segment:
+                    self._attach(deeper, segment)
+                if segment.children == 1 and segment.uses == deeper.uses and segment.kind == deeper.kind:
+                    path.pop()
+                    segment = self._join(segment, deeper, path)
             path.append(segment)
-        for segment, parent in pairwise(path):
-            self._attach(segment, parent)
-        for segment in path:
-            if not segment.children:
-                self._ends[segment.kind].add(segment)
+        self._queue_ends(path)
         return path
 
+    def _queue_ends(self, path: list[Segment]) -> None:
+        """Those of `path` that nothing continues are ends, the others are not."""
+        for segment in path:
+            if segment.children:
+                if segment.period >= 0:
+                    self._ends[segment.kind].discard(segment)
+            elif segment.period < 0:
+                self._ends[segment.kind].add(segment)
+
+    def _part_of(self, segment: Segment, keys: list[OffloadKey], position: int) -> tuple[Segment, int]:
+        """The segment of those keys from `position` on that are in this one, and how many they are."""
+        end = position + 1
+        while end < len(keys) and self._segment_of.get(keys[end]) is segment:
+            end += 1
+        part = keys[position:end]
+        if len(part) < len(segment.keys):
+            segment = self._split(segment, part)
+        return segment, len(part)
+
     def _split(self, segment: Segment, part: list[OffloadKey]) -> Segment:
-        """Parts `part` from a resident segment, and becomes what it continues. The new segment, in no queue."""
+        """Parts `part` from a segment, and becomes what it continues. The new segment, in no queue."""
         taken = set(part)
         segment.keys = [key for key in segment.keys if key not in taken]
         new = Segment(part, segment.kind, segment.uses, segment.last_use)
+        self._segments[new] = None
         self._segment_of.update(dict.fromkeys(part, new))
         if segment.parent is not None:
             self._attach(new, segment.parent)
         self._attach(segment, new)
         return new
 
+    def _join(self, segment: Segment, child: Segment, deeper: list[Segment]) -> Segment:
+        """Makes one of a segment and its only child, which have the same history from now on; `deeper` lead to them."""
+        for either in (segment, child):
+            if either.period >= 0:
+                self._ends[either.kind].discard(either)
+        keys = child.keys + segment.keys
+        if child.children > (1 if deeper and deeper[-1].parent is child else 0):
+            # others have it as parent
+            self._segment_of.update(dict.fromkeys(segment.keys, child))
+            del self._segments[segment]
+            child.parent = segment.parent
+            segment.parent = None
+            segment = child
+        else:
+            self._segment_of.update(dict.fromkeys(child.keys, segment))
+            del self._segments[child]
+            child.parent = None
+            segment.children = child.children
+            segment.ghost = child.ghost
+            if child.children:
+                deeper[-1].parent = segment
+        segment.keys = keys
+        return segment
+
+    def _attach(self, segment: Segment, parent: Segment) -> None:
+        """Has a segment, which continues another or none, continue `parent`."""
+        if segment.parent is not None:
+            self._detach(segment)
+        if segment.children:  # who is used in one order and then in another must not continue itself
+            ancestor = parent.parent
+            while ancestor is not None and ancestor is not segment:
+                ancestor = ancestor.parent
+            if ancestor is segment:
+                self._detach(parent)
+        segment.parent = parent
+        parent.children += 1
+
+    def _detach(self, segment: Segment) -> None:
+        """The parent of this segment, if it has one, may be an end from now on."""
+        parent, segment.parent = segment.parent, None
+        if parent is not None:
+            parent.children -= 1
+            if not parent.children and parent.period < 0 and parent in self._segments:
+                self._ends[parent.kind].add(parent)
+
+    def _mark_behind(self, path: list[Segment]) -> None:
+        """The new ones among these continue what was known."""
+        for segment in path:
+            if segment.uses > 1:
+                break
+            if segment.period >= 0:
+                self._ends[segment.kind].discard(segment)
+            segment.kind = _BEHIND
+            if not segment.children:
+                self._ends[_BEHIND].add(segment)
+
     def _mark_tail(self, segment: Segment) -> None:
         """The deepest key of this end of a prompt was the last of its request."""
         self._ends[segment.kind].discard(segment)
         if len(segment.keys) > 1:
             tail = Segment([segment.keys.pop(0)], _TAIL, 1, segment.last_use)
+            self._segments[tail] = None
             self._segment_of[tail.keys[0]] = tail
             self._attach(tail, segment)
             segment = tail
         segment.kind = _TAIL
         self._ends[_TAIL].add(segment)
 
-    @staticmethod
-    def _attach(segment: Segment, parent: Segment) -> None:
-        if segment.parent is parent:
-            return
-        if segment.parent is not None:
-            segment.parent.children -= 1
-        segment.parent = parent
-        parent.children += 1
-
     # -- eviction --------------------------------------------------------------------------------------------
 
     def evict(self, count: int, protected: Sequence[Container[OffloadKey]] = ()) -> list[OffloadKey] | None:
-        if not self._can_evict(count, protected):
+        if not has_evictable(self._segment_of, count, protected):
             return None
         return self._evict(count, protected, None)
 
     def evict_for(
         self, newcomers: Sequence[OffloadKey], count: int, protected: Sequence[Container[OffloadKey]] = ()
     ) -> list[OffloadKey] | None:
-        if not self._can_evict(count, protected):
+        if not has_evictable(self._segment_of, count, protected):
             return None
-        return self._evict(count, protected, self._worth_of(newcomers[len(newcomers) - count :]))
+        return self._evict(count, protected, self._worth_of(newcomers)[len(newcomers) - count :])
 
     def decline(self, keys: Sequence[OffloadKey]) -> None:
         # as if they had been evicted at once
         for segment in self._adopt(keys):
-            segment.resident = False
-            self._ghosts[segment] = None
+            self._add_ghost(segment)
         self._forget_ghosts()
-
-    def _can_evict(self, count: int, protected: Sequence[Container[OffloadKey]]) -> bool:
-        if count > self._num_resident:
-            return False
-        try:
-            if count + sum(map(len, protected)) <= self._num_resident:  # type: ignore[arg-type]
-                return True
-        except TypeError:  # a container that cannot tell its length
-            pass
-        evictable = (key for key in self if not any(key in container for container in protected))
-        return sum(1 for _, _ in zip(range(count), evictable, strict=False)) == count
 
     def _worth_of(self, newcomers: Sequence[OffloadKey]) -> list[float]:
         """The worth of each newcomer, or of a deeper one if that is more."""
-        worths = [kind_worth[0] for kind_worth in self._model.worth]
-        if not any(map(self._segment_of.get, newcomers)):
-            return [worths[1]] * len(newcomers)
-        result = []
-        best = 0.0
-        for key in reversed(newcomers):
-            ghost = self._segment_of.get(key)
-            best = max(best, worths[1] if ghost is None else worths[min(ghost.uses + 1, _MAX_USES)])
-            result.append(best)
-        result.reverse()
-        return result
+        worth, ghosts = self._model.worth, self._ghosts
+        worths: list[float] = []
+        begin = 0
+        while begin < len(newcomers):
+            ghost = ghosts.get(newcomers[begin])
+            size = len(newcomers) - begin
+            if ghost is None:
+                worths += [self._model.worth_of_new] * size
+                break
+            size = min(size, len(ghost.keys))
+            worths += [worth[min(ghost.uses + 1, _MAX_USES)][0]] * size
+            begin += size
+        if begin:
+            best = 0.0
+            for i in range(len(worths) - 1, -1, -1):
+                best = worths[i] = max(best, worths[i])
+        return worths
 
     def _evict(
         self, count: int, protected: Sequence[Container[OffloadKey]], worths: list[float] | None
@@ -233,34 +329,39 @@ class AdaptiveCachePolicy(CachePolicy):
         """Evicts `count` keys, of which there are enough, or fewer if what the next makes room for is worth less."""
         victims: list[OffloadKey] = []
         passed_over: list[Segment] = []
-        while len(victims) < count:
+        missing = count
+        while missing:
             worth, segment = self._least_worth()
-            if segment is None:
+            if segment is None or (worths is not None and worths[count - missing] < worth):
                 break
-            if worths is not None and worths[len(victims)] < worth:
-                break
-            part = self._evictable(segment, protected)[: count - len(victims)]
-            if len(part) < len(segment.keys):
+            part = self._evictable(segment, protected) if protected else segment.keys
+            if len(part) > missing:
+                part = part[:missing]
+            if len(part) == len(segment.keys):
+                self._leave(segment)
+            else:
                 self._ends[segment.kind].discard(segment)
                 passed_over.append(segment)
+                if part:
+                    self._shorten(segment, part)
             victims += part
-            self._leave(segment, part)
+            missing -= len(part)
+        consume(map(self._segment_of.__delitem__, victims))
         for segment in passed_over:
             if not segment.children and segment.period < 0:
                 self._ends[segment.kind].add(segment)
-        if len(victims) < count and worths is None:
-            victims += self._evict_anything(count - len(victims), protected)
-        self._forget_ghosts()
+        if missing and worths is None:
+            victims += self._evict_inside(missing, protected, passed_over)
+        if self._num_ghost_keys > _GHOSTS_PER_BLOCK * self.cache_capacity:
+            self._forget_ghosts()
         return victims
 
     def _least_worth(self) -> tuple[float, Segment | None]:
-        least, found = float("inf"), None
-        for queue, worths in zip(self._ends, self._model.worth, strict=True):
-            if queue:
-                for segment in (queue.oldest(), queue.newest()):
-                    worth = worths[age_class(self._now - segment.last_use)]
-                    if worth < least:
-                        least, found = worth, segment
+        least, found = _INFINITE, None
+        for kind, queue in enumerate(self._ends):
+            worth, segment = queue.cheapest or queue.find_cheapest(self._model.worth[kind], self._now)
+            if worth < least:
+                least, found = worth, segment
         return least, found
 
     @staticmethod
@@ -268,80 +369,93 @@ class AdaptiveCachePolicy(CachePolicy):
         """The deepest keys of a segment, up to the first that is protected."""
         keys = segment.keys
         for container in protected:
-            keys = list(takewhile(lambda key: key not in container, keys))  # noqa: B023
+            if any(map(container.__contains__, keys)):
+                keys = keys[: next(i for i, key in enumerate(keys) if key in container)]
         return keys
 
-    def _leave(self, segment: Segment, part: list[OffloadKey]) -> None:
-        """The deepest keys of an end, or all, become ghosts."""
-        if not part:
-            return
-        self._num_resident -= len(part)
-        if len(part) < len(segment.keys):
-            del segment.keys[: len(part)]
-            ghost = Segment(part, segment.kind, segment.uses, segment.last_use)
-            self._segment_of.update(dict.fromkeys(part, ghost))
-            if segment.kind == _TAIL:
-                segment.kind = 1
-        else:
-            ghost = segment
-            if segment.period >= 0:
-                self._ends[segment.kind].discard(segment)
-            parent, segment.parent = segment.parent, None
-            if parent is not None:
-                parent.children -= 1
-                if not parent.children and parent.resident:
-                    self._ends[parent.kind].add(parent)
-        ghost.resident = False
-        self._ghosts[ghost] = None
+    def _leave(self, segment: Segment) -> None:
+        """A whole end becomes a ghost."""
+        self._ends[segment.kind].discard(segment)
+        del self._segments[segment]
+        self._detach(segment)
+        self._add_ghost(segment)
 
-    def _evict_anything(self, count: int, protected: Sequence[Container[OffloadKey]]) -> list[OffloadKey]:
+    def _shorten(self, segment: Segment, part: list[OffloadKey]) -> None:
+        """The deepest keys of an end, not all, become a ghost."""
+        del segment.keys[: len(part)]
+        ghost = Segment(part, segment.kind, segment.uses, segment.last_use)
+        ghost.ghost = segment.ghost
+        self._add_ghost(ghost)
+        segment.ghost = ghost
+
+    def _add_ghost(self, segment: Segment) -> None:
+        """What is no longer resident becomes a ghost, and one with its deeper part if that has the same history."""
+        deeper, segment.ghost = segment.ghost, None
+        self._num_ghost_keys += len(segment.keys)
+        # it may have returned meanwhile, and have been removed
+        if deeper is not None and deeper.keys and deeper.last_use == segment.last_use and deeper.kind == segment.kind:
+            head = deeper.keys[-1]
+            if self._ghosts.get(head) is deeper:
+                del self._ghosts[head]
+                segment.keys = deeper.keys + segment.keys
+        self._replace_ghost(segment)
+
+    def _replace_ghost(self, segment: Segment) -> None:
+        """Files a ghost, whose keys count, by its shallowest key."""
+        head = segment.keys[-1]
+        former = self._ghosts.pop(head, None)
+        if former is not None:
+            self._num_ghost_keys -= len(former.keys)
+        self._ghosts[head] = segment
+
+    def _evict_inside(
+        self, count: int, protected: Sequence[Container[OffloadKey]], ends: list[Segment]
+    ) -> list[OffloadKey]:
         """What is left to be evicted has protected keys behind it, or beside it in its segment."""
         victims: list[OffloadKey] = []
-        for key in self:
-            if len(victims) < count and not any(key in container for container in protected):
-                victims.append(key)
+        seen: set[Segment] = set()
+        for end in ends:
+            segment: Segment | None = end
+            while segment is not None and segment not in seen and len(victims) < count:
+                seen.add(segment)
+                free = [key for key in segment.keys if not any(key in container for container in protected)]
+                victims += free[: count - len(victims)]
+                segment = segment.parent
         self.remove(victims)
         return victims
 
     def _forget_ghosts(self) -> None:
-        limit = (1 + _GHOSTS_PER_BLOCK) * self.cache_capacity
-        while self._ghosts and len(self._segment_of) > limit:
-            ghost, _ = self._ghosts.popitem(last=False)
-            self._model.note_loss(ghost.kind, self._now - ghost.last_use, len(ghost.keys))
-            for key in ghost.keys:
-                del self._segment_of[key]
+        limit = _GHOSTS_PER_BLOCK * self.cache_capacity
+        while self._num_ghost_keys > limit:
+            _, ghost = self._ghosts.popitem(last=False)
+            size = len(ghost.keys)
+            self._num_ghost_keys -= size
+            self._model.note_loss(ghost.kind, self._now - ghost.last_use, size)
 
     # -- the rest --------------------------------------------------------------------------------------------
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
-        for segment, group in groupby(keys, self._segment_of.get):
-            if segment is None or not segment.resident:
+        for segment, group in groupby(list(keys), self._segment_of.get):
+            if segment is None:
                 continue
             removed = set(group)
             segment.keys = [key for key in segment.keys if key not in removed]
-            self._num_resident -= len(removed)
             for key in removed:
                 del self._segment_of[key]
             if not segment.keys:
                 if segment.period >= 0:
                     self._ends[segment.kind].discard(segment)
-                segment.resident = False
-                parent, segment.parent = segment.parent, None
-                if parent is not None:
-                    parent.children -= 1
-                    if not parent.children and parent.resident and parent.period < 0:
-                        self._ends[parent.kind].add(parent)
+                del self._segments[segment]
+                self._detach(segment)
 
     def clear(self) -> None:
         self._start()
 
     def __contains__(self, key: object) -> bool:
-        segment = self._segment_of.get(key)  # type: ignore[call-overload]
-        return segment is not None and segment.resident
+        return key in self._segment_of
 
     def __len__(self) -> int:
-        return self._num_resident
+        return len(self._segment_of)
 
     def __iter__(self) -> Iterator[OffloadKey]:
-        segments = dict.fromkeys(segment for segment in self._segment_of.values() if segment.resident)
-        return chain.from_iterable([list(segment.keys) for segment in segments])
+        return iter(self._segment_of)

@@ -10,14 +10,15 @@ from bisect import insort
 from collections import OrderedDict
 
 from kvtier.keys import OffloadKey
+from kvtier.policy.survival import CLASSES, NUM_TABLED, age_class
 
 _MAX_PERIODS = 64
 
 
 class Segment:
-    """`keys`, deepest first, were all used last at tick `last_use`, and `uses` times. About 350 bytes."""
+    """`keys`, deepest first, at least one, were all used last at tick `last_use`, and `uses` times."""
 
-    __slots__ = ("children", "keys", "kind", "last_use", "parent", "period", "resident", "uses")
+    __slots__ = ("children", "ghost", "keys", "kind", "last_use", "parent", "period", "uses")
 
     def __init__(self, keys: list[OffloadKey], kind: int, uses: int, last_use: int) -> None:
         self.keys = keys
@@ -28,9 +29,14 @@ class Segment:
         """The segment before this one in the prompt that used both last."""
         self.children = 0
         """Resident segments that have this one as parent: it is of use to them, and leaves after them."""
-        self.resident = True
         self.period = -1
         """Where an `AgeQueue` has it; -1: nowhere."""
+        self.ghost: Segment | None = None
+        """Its deeper part that was evicted last."""
+
+
+Priced = tuple[float, Segment | None]
+_NOTHING: Priced = (float("inf"), None)
 
 
 class AgeQueue:
@@ -45,10 +51,13 @@ class AgeQueue:
         self._periods: dict[int, OrderedDict[Segment, None]] = {}
         self._order: list[int] = []
         """Periods that are not empty, ascending."""
+        self.cheapest: Priced | None = None
+        """What `find_cheapest` found, until the queue changes or someone sets this to None."""
 
     def add(self, segment: Segment) -> None:
         """Takes in a segment that is in no queue."""
-        period = segment.last_use // self._width
+        self.cheapest = None
+        period = segment.period = segment.last_use // self._width
         held = self._periods.get(period)
         if held is None:
             if len(self._order) == _MAX_PERIODS:
@@ -56,12 +65,15 @@ class AgeQueue:
                 self.add(segment)
                 return
             held = self._periods[period] = OrderedDict()
-            insort(self._order, period)
+            if not self._order or period > self._order[-1]:
+                self._order.append(period)
+            else:
+                insort(self._order, period)
         held[segment] = None
-        segment.period = period
 
     def discard(self, segment: Segment) -> None:
         """Lets go of a segment that is in this queue. Call it before its last use changes."""
+        self.cheapest = None
         held = self._periods[segment.period]
         del held[segment]
         if not held:
@@ -69,13 +81,21 @@ class AgeQueue:
             self._order.remove(segment.period)
         segment.period = -1
 
-    def oldest(self) -> Segment:
-        """Of those used least recently. The queue is not empty."""
-        return next(iter(self._periods[self._order[0]]))
-
-    def newest(self) -> Segment:
-        """Of those used most recently. The queue is not empty."""
-        return next(reversed(self._periods[self._order[-1]]))
+    def find_cheapest(self, worth: list[float], now: int) -> Priced:
+        """Of those used least and most recently, the one worth less, by `worth[age class]`, and what it is worth."""
+        order = self._order
+        if not order:
+            self.cheapest = _NOTHING
+            return _NOTHING
+        oldest = next(iter(self._periods[order[0]]))
+        newest = next(reversed(self._periods[order[-1]]))
+        age = now - newest.last_use
+        worth_of_newest = worth[CLASSES[age] if age < NUM_TABLED else age_class(age)]
+        age = now - oldest.last_use
+        worth_of_oldest = worth[CLASSES[age] if age < NUM_TABLED else age_class(age)]
+        found = (worth_of_newest, newest) if worth_of_newest < worth_of_oldest else (worth_of_oldest, oldest)
+        self.cheapest = found
+        return found
 
     def __bool__(self) -> bool:
         return bool(self._order)

@@ -11,11 +11,14 @@ that is longer than the cache).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+from kvtier.keys import OffloadKey
 
 NUM_AGES = 40
 """Age classes from 0, 1, 2, 3, 5, 7, 11, 15, ... ticks on, two to each doubling; the last one is open."""
-_TABLE_LENGTH = 1 << 12
+NUM_TABLED = 1 << 16
 _PRIOR_USES = 0.025
 """Uses of a block within one age class before anything is known: the older, the fewer for the time."""
 _HIGHEST_CHANCE = 0.99
@@ -31,12 +34,13 @@ def _class_of(age: int) -> int:
     return min(2 * octave + upper_half - 1, NUM_AGES - 1)
 
 
-_CLASSES = [_class_of(age) for age in range(_TABLE_LENGTH)]
+CLASSES = bytes(map(_class_of, range(NUM_TABLED)))
+"""`age_class` of the ages below `NUM_TABLED`, for those to whom a call is dear."""
 
 
 def age_class(age: int) -> int:
     """The class of an age >= 0, in ticks."""
-    return _CLASSES[age] if age < _TABLE_LENGTH else _class_of(age)
+    return CLASSES[age] if age < NUM_TABLED else _class_of(age)
 
 
 _FIRST_AGES = [0] + [
@@ -45,19 +49,30 @@ _FIRST_AGES = [0] + [
 _WIDTHS = [float(_FIRST_AGES[i + 1] - _FIRST_AGES[i]) for i in range(NUM_AGES)]
 
 
+class Life(Protocol):
+    """Blocks of one kind since they were used last."""
+
+    kind: int
+    last_use: int
+    keys: list[OffloadKey]
+
+
 class SurvivalModel:
-    """Lives of blocks of `num_kinds` kinds. Some 700 bytes a kind.
+    """Lives of blocks of `num_kinds` kinds, of which blocks that are used for the first time have one of `new_kinds`.
 
     `worth[kind][age_class(age)]`: expected uses a tick, replaced (never changed in place) by `refresh`.
+    `worth_of_new`: that of a block at its first use, its kind not being known. Some 700 bytes a kind.
     """
 
-    def __init__(self, num_kinds: int) -> None:
+    def __init__(self, num_kinds: int, new_kinds: Collection[int]) -> None:
+        self._new_kinds = new_kinds
         self._used = [[0.0] * NUM_AGES for _ in range(num_kinds)]
         self._num_used = 1.0
         self._num_used_squared = 25.0
         """Sums, over uses of blocks together, of how many they were and of its square."""
         self._lost = [[0.0] * NUM_AGES for _ in range(num_kinds)]
         self.worth: list[list[float]] = []
+        self.worth_of_new = 0.0
         self.refresh()
 
     def note_use(self, kind: int, age: int, num_blocks: int) -> None:
@@ -78,24 +93,33 @@ class SurvivalModel:
             for counts in table:
                 counts[:] = [count * factor for count in counts]
 
-    def refresh(self, running: Iterable[tuple[int, int, int]] = ()) -> None:
+    def refresh(self, now: int = 0, running: Iterable[Life] = (), weight: int = 1) -> None:
         """Computes `worth` from what is known now. O(kinds x age classes + running).
 
-        `running`: kind, age in ticks and number of blocks of lives that have not ended. What a kind knows too little
-        about is taken from all kinds together, and that from the prior assumption.
+        `running`: lives that have not ended at tick `now`, each of which stands for `weight` of them. What a kind knows
+        too little about is taken from all new kinds together, if it is one, or from all; and that from the prior
+        assumption.
         """
-        lost_or_running = [counts.copy() for counts in self._lost]
-        for kind, age, num_blocks in running:
-            lost_or_running[kind][_CLASSES[age] if age < _TABLE_LENGTH else _class_of(age)] += num_blocks
+        lost = [counts.copy() for counts in self._lost]
+        for life in running:
+            age = now - life.last_use
+            lost[life.kind][CLASSES[age] if age < NUM_TABLED else _class_of(age)] += len(life.keys) * weight
         # blocks used together are one observation: as large as the one that an average block is part of
         prior = _PRIOR_EVENTS * self._num_used_squared / self._num_used
-        used = [sum(column) for column in zip(*self._used, strict=True)]
-        lost = [sum(column) for column in zip(*lost_or_running, strict=True)]
-        chances = _chances(used, lost, [_PRIOR_USES] * NUM_AGES, prior)
-        self.worth = [
-            _worth(_smooth(_chances(kind_used, kind_lost, chances, prior)))
-            for kind_used, kind_lost in zip(self._used, lost_or_running, strict=True)
-        ]
+        chances = _chances(_sums(self._used), _sums(lost), [_PRIOR_USES] * NUM_AGES, prior)
+        new_used = [self._used[kind] for kind in self._new_kinds]
+        new_lost = [lost[kind] for kind in self._new_kinds]
+        chances_of_new = _chances(_sums(new_used), _sums(new_lost), chances, prior)
+        worth = []
+        for kind, kind_used in enumerate(self._used):
+            assumed = chances_of_new if kind in self._new_kinds else chances
+            worth.append(_worth(_smooth(_chances(kind_used, lost[kind], assumed, prior))))
+        self.worth = worth
+        self.worth_of_new = _worth(_smooth(chances_of_new))[0]
+
+
+def _sums(counts: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) for column in zip(*counts, strict=True)]
 
 
 def _chances(used: list[float], lost: list[float], assumed: list[float], prior: float) -> list[float]:

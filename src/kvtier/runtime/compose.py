@@ -157,6 +157,7 @@ def _build_ram(config: Config, num_slots: int, enable_events: bool, store_thresh
         deadline_s=config.deadline_s,
         store_timeout_s=config.store_timeout_s,
         breaker=build_breaker(config),
+        pin_share=config.pin_share,
     )
 
 

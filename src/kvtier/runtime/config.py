@@ -13,12 +13,13 @@ import msgspec
 
 from kvtier.errors import ConfigurationError
 from kvtier.manager.breaker import DEFAULT_COOLDOWN_S, DEFAULT_FAILURES, DEFAULT_MAX_COOLDOWN_S
+from kvtier.manager.hints import DEFAULT_PIN_SHARE
 from kvtier.policy import POLICIES
 from kvtier.runtime.disk import DiskSettings, parse_disk
 from kvtier.runtime.values import checked, flag, number, one_of, parse_size, text, whole
 
-DEFAULT_POLICY = "arc"
-"""What adapters and the command line use unless told otherwise: see docs/decisions/default-policy.md."""
+DEFAULT_POLICY = "adaptive"
+"""What adapters and the command line use unless told otherwise: see docs/decisions/eviction.md."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +48,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Failed transfers in a row after which a tier is left alone for a while; 0: never."""
     breaker_cooldown_s: float = DEFAULT_COOLDOWN_S
     """How long, the first time; twice as long whenever the tier then fails again, up to a limit."""
+    pin_share: float = DEFAULT_PIN_SHARE
+    """Of the blocks in RAM, that requests may pin by a hint."""
     pool_dir: str | None = None
     """Folder of the filesystem to take the RAM from, for example one mounted with huge pages."""
     copy_threads: int = 2
@@ -83,6 +86,7 @@ _KEYS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
             lambda number: 0 < number <= DEFAULT_MAX_COOLDOWN_S,
         ),
     ),
+    "pin_share": ("pin_share", number("0 (no hint pins) to 1 (all blocks)", lambda number: 0 <= number <= 1)),
     "pool_dir": ("pool_dir", text),
     "copy_threads": ("copy_threads", whole(1)),
     "record_trace": ("record_trace", text),

@@ -12,8 +12,8 @@ from kvtier.errors import ConfigurationError
 from kvtier.manager.cascade import CascadeWhen
 from kvtier.runtime.values import Checks, checked, flag, number, one_of, parse_size, text, whole
 
-ADMISSIONS = {"always": CascadeWhen.STORED, "reuse": CascadeWhen.REUSED}
-"""What goes to the disk: every block that is stored, or those that were loaded again."""
+ADMISSIONS = {"always": CascadeWhen.STORED, "reuse": CascadeWhen.REUSED, "ram_eviction": CascadeWhen.EVICTED}
+"""What goes to the disk: every block that is stored, those that were loaded again, or those that leave RAM."""
 
 
 class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -42,10 +42,17 @@ def _drive(
     manager: OffloadingManager, requests: Sequence[Sequence[OffloadKey]], first: int, chunk_blocks: int
 ) -> list[int]:
     hits = []
+    begin, look_up, offer, finish = (
+        manager.on_new_request,
+        manager.lookup_prefix,
+        manager.count_offers,
+        manager.on_request_finished,
+    )
+    prepare, complete = manager.prepare_store_prefix, manager.complete_store
     for number, keys in enumerate(requests, first):
         context = ReqContext(str(number))
-        manager.on_new_request(context)
-        num_ready = manager.lookup_prefix(keys, context).num_ready
+        begin(context)
+        num_ready = look_up(keys, context).num_ready
         hits.append(num_ready)
         if num_ready:
             ready = keys[:num_ready]
@@ -55,12 +62,12 @@ def _drive(
             rest = keys[num_ready:] if num_ready else keys
             for start in range(0, len(rest), chunk_blocks or len(rest)):
                 offered = rest[start : start + chunk_blocks] if chunk_blocks else rest
-                manager.count_offers(offered, context)
+                offer(offered, context)
                 # by key, which is quicker than by spec and safe where no write is ever reaped
-                stored = manager.prepare_store_prefix(offered, context).keys_to_store
+                stored = prepare(offered, context).keys_to_store
                 if stored:
-                    manager.complete_store(stored, context)
-        manager.on_request_finished(context)
+                    complete(stored, context)
+        finish(context)
     return hits
 
 

@@ -34,7 +34,7 @@ class PlanSettings:
     capacities: Sequence[int]
     block_bytes: int
     prefill_tokens_per_s: float
-    sample_rate: float = 0.05
+    sample_rate: float = 0.04
     seed: int = 0
     max_ram_bytes: float = math.inf
     disk_bytes_per_s: float = 3e9

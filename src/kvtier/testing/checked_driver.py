@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from kvtier.interfaces import BreakerState, OffloadingManager, Residency
 from kvtier.keys import OffloadKey
 from kvtier.manager import LoadPlan, RequestDriver, StorePlan
-from kvtier.testing.grants import Grant, check_grant
+from kvtier.testing.grants import Grant, check_gauges, check_grant
+from kvtier.testing.hint_ledger import HintLedger
 from kvtier.testing.keyed_pool import KeyedPool
 from kvtier.testing.ledger import Job, Request, SlotLedger
 from kvtier.testing.promises import Promises
@@ -35,6 +36,7 @@ class CheckedDriver:
         self.num_ranks = num_ranks
         self.driver = RequestDriver(manager, num_ranks)
         self.ledger = SlotLedger(capacity_blocks)
+        self.hints = HintLedger(self.promises.max_kept)
         self.requests: dict[str, Request] = {}
         self.ended: list[int] = []
         """Ids of the latest jobs that have ended."""
@@ -80,10 +82,13 @@ class CheckedDriver:
         else:
             assert age_s <= timeout_s * _LATEST_REAP, f"the store of {key!r} is {age_s} s old and was not reaped"
 
-    def add_request(self, req_id: str, keys: Sequence[OffloadKey]) -> Request:
-        """A new request with this prompt."""
-        self.driver.add_request(req_id, keys)
-        request = self.requests[req_id] = Request(req_id, list(keys))
+    def add_request(
+        self, req_id: str, keys: Sequence[OffloadKey], kv_transfer_params: dict[str, object] | None = None
+    ) -> Request:
+        """A new request with this prompt, and with these hints."""
+        self.driver.add_request(req_id, keys, kv_transfer_params)
+        request = Request(req_id, list(keys), hints=self.hints.read(kv_transfer_params))
+        self.requests[req_id] = request
         self._known_keys.update(keys)
         return request
 
@@ -96,6 +101,7 @@ class CheckedDriver:
     def finish(self, request: Request, cancels_jobs: bool = False) -> None:
         """It has ended, or was aborted at any point. Its jobs go on, or do so only where they have begun."""
         self.driver.finish(request.req_id)
+        self.hints.note_finished(request.hints, request.accessed)
         del self.requests[request.req_id]
         for job in self._jobs_of(request):
             job.source_gone = job.source_gone or cancels_jobs
@@ -156,6 +162,7 @@ class CheckedDriver:
         self._check_load_limit(request, job)
         self.ledger.begin(job)
         request.accessed.update(keys)
+        self.hints.note_access(request.hints, keys)
         request.num_offered = max(request.num_offered, first_block + num_blocks)
         return job
 
@@ -169,25 +176,29 @@ class CheckedDriver:
         request.num_offered += len(offered)
         self._note_offers(request, offered)
         visible = ledger.residency()
+        self.hints.sync(visible)
         new = [key for key in offered if key not in visible]
         spared = {*offered, *request.accessed} if self.promises.stores_prefixes else set(offered)
-        num_free, evictable = ledger.num_free(), ledger.evictable(spared)
+        num_free, evictable = ledger.num_free(), ledger.evictable(spared) - self.hints.kept
+        least_room = num_free + len(evictable - self.hints.maybe)
 
         plan = self.driver.plan_store(request.req_id, num_computed)
         stored = [] if plan is None else [request.keys[block] for block in plan.blocks]
         evicted = self._evicted()
-        wanted = [key for key in new if key in stored or self._must_admit(key)]
+        wanted = [key for key in new if key in stored or self._must_admit(key)] if not request.hints.no_store else []
         allowed = {key for key in new if self._asked[key] >= self.promises.store_threshold}
-        grant = Grant(stored, wanted, allowed, num_free, num_free + len(evictable), self.may_be_shut)
+        grant = Grant(stored, wanted, allowed, num_free, num_free + len(evictable), least_room, self.may_be_shut)
         check_grant(request, self.promises, grant)
-        assert evicted <= evictable, f"evicted what is read, or the request's own: {evicted - evictable}"
+        assert evicted <= evictable, f"evicted what is read, kept, or the request's own: {evicted - evictable}"
         needed = max(0, len(stored) - num_free)
         assert len(evicted) == needed, f"evicted {len(evicted)} blocks for {len(stored)} with {num_free} slots free"
         ledger.evicted(evicted)
         self.counts["evicted_blocks"] += len(evicted)
         shed = wanted[len(stored) :]
         before_cut = offered[: offered.index(shed[0])] if shed else offered
-        request.accessed.update(key for key in before_cut if key in visible or key in stored)
+        there = [key for key in before_cut if key in visible or key in stored]
+        request.accessed.update(there)
+        self.hints.note_access(request.hints, there)
         if plan is None:
             return None
         assert plan.req_id == request.req_id
@@ -335,15 +346,8 @@ class CheckedDriver:
             if found is not Residency.ABSENT or not hides:
                 assert found is wanted, f"{key!r} is {found.value}; it must be {wanted.value}"
         stats = manager.get_stats()
-        gauges = {
-            "capacity": (stats.capacity_blocks, ledger.capacity_blocks),
-            "ready": (stats.ready_blocks, len(ledger.present)),
-            "in flight": (stats.in_flight_blocks, len(ledger.in_flight())),
-            "pinned": (stats.pinned_blocks, len(ledger.pinned())),
-            "condemned": (stats.condemned_blocks, len(ledger.condemned())),
-        }
-        for name, (shown, counted) in gauges.items():
-            assert shown == counted, f"{name}: the manager counts {shown} blocks, the ledger {counted}"
+        check_gauges(stats, ledger)
+        self.hints.sync(expected)
         for name, shown in stats.counters.items():
             if name in ("stored_blocks", "evicted_blocks", "late_completions"):
                 assert shown == self.counts[name], f"{name} is {shown}; {self.counts[name]} have happened"

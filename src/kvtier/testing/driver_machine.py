@@ -38,6 +38,17 @@ _jobs = st.integers(0, 5)
 # Hypothesis likes the ends of a range, and what empties the tier must be rare for something to be in it
 _rarely = st.integers(0, 5).map(lambda number: number == 3)
 _mostly = st.integers(0, 3).map(lambda number: number != 2)
+_hints = st.none() | st.fixed_dictionaries(
+    {},
+    optional={
+        "kvtier.pin": st.sampled_from([True, True, True, False, "yes"]),
+        "kvtier.priority": st.integers(-3, 4),
+        "kvtier.ttl_s": st.sampled_from([0, 4.0, 20.0, -1.0]),
+        "kvtier.ended": st.booleans(),
+        "kvtier.no_store": st.integers(0, 4).map(lambda number: number == 3),
+        "kvtier.other": st.none(),
+    },
+)
 
 
 class DriverMachine(RuleBasedStateMachine):
@@ -53,6 +64,8 @@ class DriverMachine(RuleBasedStateMachine):
     deadline_s = 5.0
     store_timeout_s = 32.0
     has_breaker = False
+    pin_share = 0.0
+    """More than 0: requests give hints, and may pin this share of the tier."""
     knows_rate = False
     """The engine's speed is told to the manager, which may then find waiting not worth it."""
 
@@ -72,6 +85,7 @@ class DriverMachine(RuleBasedStateMachine):
             deadline_s=self.deadline_s,
             store_timeout_s=self.store_timeout_s,
             breaker=CircuitBreaker(failures=2, cooldown_s=1.0, max_cooldown_s=4.0) if self.has_breaker else None,
+            pin_share=self.pin_share,
         )
         return FilterReusedOffloadingManager(manager, self.store_threshold) if self.filter_around else manager
 
@@ -83,6 +97,7 @@ class DriverMachine(RuleBasedStateMachine):
             self.store_timeout_s,
             self.store_threshold,
             declines_stores=policy.evict_for is not CachePolicy.evict_for,
+            max_kept=int(self.pin_share * self.capacity_blocks),
             declines_waits=self.knows_rate,
         )
 
@@ -95,13 +110,13 @@ class DriverMachine(RuleBasedStateMachine):
             self.whole_request(0, prompt, True)
             self.whole_request(1, prompt, True)
 
-    @rule(request=_requests, prompt=st.integers(0, len(PROMPTS) - 1), cancels=st.booleans())
-    def new_request(self, request: int, prompt: int, cancels: bool) -> None:
+    @rule(request=_requests, prompt=st.integers(0, len(PROMPTS) - 1), cancels=st.booleans(), hints=_hints)
+    def new_request(self, request: int, prompt: int, cancels: bool, hints: dict[str, object] | None = None) -> None:
         """A request with the name of an earlier one, which is aborted if it still runs."""
         name = f"request-{request}"
         if name in self.world.requests:
             self.world.finish(self.world.requests[name], cancels)
-        self.world.add_request(name, self.prompts[prompt % len(self.prompts)])
+        self.world.add_request(name, self.prompts[prompt % len(self.prompts)], hints if self.pin_share else None)
 
     @precondition(lambda self: self.world.requests)
     @rule(request=_requests, engine_blocks=st.integers(0, 2), wanted=_blocks)
@@ -144,10 +159,10 @@ class DriverMachine(RuleBasedStateMachine):
     def finish(self, request: int, cancels: bool) -> None:
         self.world.finish(self._request(request), cancels)
 
-    @rule(request=_requests, prompt=st.integers(0, len(PROMPTS) - 1), completes=_mostly)
-    def whole_request(self, request: int, prompt: int, completes: bool) -> None:
+    @rule(request=_requests, prompt=st.integers(0, len(PROMPTS) - 1), completes=_mostly, hints=_hints)
+    def whole_request(self, request: int, prompt: int, completes: bool, hints: dict[str, object] | None = None) -> None:
         """The common case, so that the machine often has something to work with."""
-        self.new_request(request, prompt, False)
+        self.new_request(request, prompt, False, hints)
         self.match_and_load(0, 0, 6)
         chosen = self.world.requests[f"request-{request}"]
         job = self.world.store(chosen, len(chosen.keys))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtier.interfaces import ManagerStats
 from kvtier.keys import OffloadKey
-from kvtier.testing.ledger import Request
+from kvtier.testing.ledger import Request, SlotLedger
 from kvtier.testing.promises import Promises
 
 
@@ -21,14 +22,30 @@ class Grant:
     num_free: int
     room: int
     """Free slots, and with them those of all blocks that may leave for this store."""
+    least_room: int
+    """As `room`, without what hints may have pinned."""
     may_be_shut: bool
     """A circuit breaker may have refused everything."""
+
+
+def check_gauges(stats: ManagerStats, ledger: SlotLedger) -> None:
+    """What the manager shows is what the ledger counts."""
+    gauges = {
+        "capacity": (stats.capacity_blocks, ledger.capacity_blocks),
+        "ready": (stats.ready_blocks, len(ledger.present)),
+        "in flight": (stats.in_flight_blocks, len(ledger.in_flight())),
+        "pinned": (stats.pinned_blocks, len(ledger.pinned())),
+        "condemned": (stats.condemned_blocks, len(ledger.condemned())),
+    }
+    for name, (shown, counted) in gauges.items():
+        assert shown == counted, f"{name}: the manager counts {shown} blocks, the ledger {counted}"
 
 
 def check_grant(request: Request, promises: Promises, grant: Grant) -> None:
     """The leading ones of what is wanted are stored: as many as fit, or as the promises leave open."""
     stored, wanted, room = grant.stored, grant.wanted, grant.room
-    most = least = min(len(wanted), room)
+    most = min(len(wanted), room)
+    least = min(len(wanted), grant.least_room)
     if promises.declines_stores:
         least = min(len(wanted), grant.num_free)
     if grant.may_be_shut or request.may_be_cut:

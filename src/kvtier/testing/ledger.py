@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtier.interfaces import Residency
 from kvtier.keys import OffloadKey
+from kvtier.manager.hints import Hints
 
 
 @dataclass(eq=False)
@@ -31,6 +32,8 @@ class Request:
     stuck_on: OffloadKey | None = None
     declined: bool = False
     """It was told not to wait for what is being written."""
+    hints: Hints = field(default_factory=Hints)
+    """What it says of itself."""
     accessed: set[OffloadKey] = field(default_factory=set)
     """What it loaded and stored, or found stored: not to be evicted for its own stores."""
     offered: set[OffloadKey] = field(default_factory=set)

@@ -27,5 +27,7 @@ class Promises:
     every transfer at a reset, and does."""
     declines_stores: bool = False
     """What would need room may be declined, from some block of the store on."""
+    max_kept: int = 0
+    """So many blocks hints may pin. 0: hints are not checked, and not to be given."""
     declines_waits: bool = False
     """A request may be told that something is absent where it could wait for it: then for good."""

@@ -315,6 +315,9 @@ def _tell_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weig
     except NoIdentityError as reason:
         logger.warning("kvtier: no disk tier, blocks stay in RAM only: %s", reason)
         extra_config[IDENTITY_KEY] = None
+    except Exception as error:  # a model with settings of its own kind is no reason not to start
+        logger.error("kvtier: no disk tier, blocks stay in RAM only: this model's identity cannot be told: %r", error)
+        extra_config[IDENTITY_KEY] = None
     # of independent engines vLLM forgets the number, but for this field
     extra_config[NUM_ENGINES_KEY] = max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size)
 

@@ -137,6 +137,8 @@ class VLLMManager(OffloadingManager):
 
     def on_new_request(self, req_context: VLLMReqContext) -> RequestOffloadingContext:
         self.core.on_new_request(self.context_of(req_context))
+        for warning in self.stack.ram.take_hint_warnings():
+            logger.warning("kvtier: %s; it is ignored, and so are others like it", warning)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: VLLMReqContext) -> None:

@@ -31,6 +31,8 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "deferred_requests": ("vllm:kvtier_deferred_requests", "Requests that were deferred at least once."),
     "expired_requests": ("vllm:kvtier_expired_requests", "Requests whose deadline passed: they recomputed."),
     "declined_waits": ("vllm:kvtier_declined_waits", "Requests that recomputed since that was cheaper than waiting."),
+    "refused_pin_blocks": ("vllm:kvtier_refused_pin_blocks", "Blocks that a hint wanted pinned beyond the share."),
+    "ignored_hints": ("vllm:kvtier_ignored_hints", "Hints of requests that were unknown or malformed."),
     "failed_jobs": ("vllm:kvtier_failed_jobs", "Loads and stores that failed, were cancelled or were given up."),
     "breaker_openings": ("vllm:kvtier_breaker_openings", "Times that the RAM tier was shut off for a while."),
     "errors": ("vllm:kvtier_errors", "Errors that were turned into a miss. Each is a bug; the log has the first."),

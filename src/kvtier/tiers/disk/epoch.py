@@ -62,6 +62,8 @@ class FileEpochStore:
     def advance(self) -> int:
         epoch = self.current() + 1
         try:
+            # another rank may have raised it further: an epoch must never be current twice
+            epoch = max(epoch, (self.read() or 0) + 1)
             self._write(epoch)
         except OSError as error:
             raise TierError(f"cannot raise the weight epoch in {self.path}: {error.strerror or error}") from error
