@@ -15,7 +15,7 @@ import pytest
 from kvtier.interfaces import Residency
 from kvtier.keys import OffloadKey
 from kvtier.testing import TierDriver, make_keys
-from kvtier.tiers.shared import SharedTier
+from kvtier.tiers.shared import SharedTier, valkey
 from kvtier.tiers.shared.envelope import BlockChecksum, Identity, header_of
 from valkey_harness import NAMESPACE, SlowProxy, ValkeyServer, drive, make_tier, wait_until
 
@@ -355,6 +355,50 @@ def test_values_that_are_not_whole_are_not_there(lying_server: ValkeyServer) -> 
         assert stored is not None
         assert stored.num_bytes == SLOT_BYTES, "what is not whole is overwritten"
         assert check_loads(driver, keys[:1]) == [True]
+        driver.close()
+
+
+def test_a_value_too_large_to_read_costs_one_block_and_a_connection(
+    lying_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(valkey, "MAX_SKIPPED_BYTES", 2 * SLOT_BYTES)
+    with lying_server.client() as client:
+        client.flushall()
+        driver = open_driver(lying_server)
+        keys = make_keys(4)
+        driver.store(keys)
+        client.set(name_of(keys[1]), bytes(3 * SLOT_BYTES))
+        assert check_loads(driver, keys) == [True, False, True, True]
+        assert check_loads(driver, keys[2:]) == [True, True]
+        assert not tier_of(driver).down_reason
+        driver.close()
+
+
+def test_blocks_expire_when_they_are_not_used(lying_server: ValkeyServer) -> None:
+    with lying_server.client() as client:
+        client.flushall()
+        driver = open_driver(lying_server, ttl_s=3600)
+        keys = make_keys(2)
+        driver.store(keys)
+        assert [0 < client.ttl(name_of(key)) <= 3600 for key in keys] == [True, True]
+        for key in keys:
+            client.expire(name_of(key), 100)
+        driver.tier.touch(keys[:1])
+        wait_until(driver, lambda: client.ttl(name_of(keys[0])) > 100, "a use does not count")
+        assert client.ttl(name_of(keys[1])) <= 100
+        driver.close()
+
+
+def test_uses_are_told_to_the_server(lying_server: ValkeyServer) -> None:
+    with lying_server.client() as client:
+        client.flushall()
+        driver = open_driver(lying_server)
+        keys = make_keys(2)
+        driver.store(keys)
+        client.config_resetstat()
+        driver.tier.touch([*keys, *make_keys(1, "unknown")])
+        wait_until(driver, lambda: "cmdstat_touch" in client.info("commandstats"), "a use does not count")
+        assert client.info("commandstats")["cmdstat_touch"]["calls"] == 2
         driver.close()
 
 

@@ -254,9 +254,9 @@ class StoreThreads:
 
         def operation(connection: StoreConnection, deadline_s: float) -> None:
             left = [block for block in run if not block.done]
-            if left[0].job.is_store:
+            if left and left[0].job.is_store:
                 connection.store(left, overwrite, deadline_s)
-            else:
+            elif left:
                 connection.load(left, deadline_s)
 
         failure = line.run(operation, self._limits.transfer_timeout_s)

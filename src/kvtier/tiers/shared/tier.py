@@ -38,6 +38,7 @@ MAX_RUN_BYTES = 4 << 20
 MAX_FAILURES = 3
 """So many stores failed one after the other: stores are refused for a while."""
 PAUSE_S = 10.0
+MIN_ABSENT_S = 0.05
 STOP_S = 0.8
 """How long `close` waits for threads, after the flush."""
 
@@ -60,7 +61,8 @@ class SharedConfig:
     present_s: float = 10.0
     """How long a block is believed to be there."""
     absent_s: float = 1.0
-    """How long a block is believed to be absent: so long another engine's store may go unnoticed."""
+    """How long a block is believed to be absent: so long another engine's store may go unnoticed. An answer that is
+    too old when the engine asks again is no answer, so this has to be longer than what passes between two polls."""
     max_keys: int = 1 << 16
     """Remembered as there, as absent, and asked for at once, each."""
     max_storing_bytes: int = 256 << 20
@@ -74,8 +76,8 @@ class SharedConfig:
         for name in ("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s", "queue_timeout_s", "present_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; allowed: more than 0 seconds")
-        if not 0 <= self.absent_s < float("inf"):
-            raise ConfigurationError(f"absent_s is {self.absent_s}; allowed: 0 or more seconds")
+        if not MIN_ABSENT_S <= self.absent_s < float("inf"):
+            raise ConfigurationError(f"absent_s is {self.absent_s}; allowed: {MIN_ABSENT_S} or more seconds")
 
 
 class SharedTier(Tier):
@@ -163,7 +165,10 @@ class SharedTier(Tier):
             self._threads.flush(flush_s)
         self._closed_reason = self._closed_reason or REASON_CLOSED
         self._end_queued(REASON_CLOSED, lambda block: True)
-        return not self._is_attached or self._threads.stop(STOP_S)
+        if self._is_attached and not self._threads.stop(STOP_S):
+            return False
+        self._pool = np.empty((0, 0), np.uint8)
+        return True
 
     # -- look-up and recency ---------------------------------------------------------------------------------
 
