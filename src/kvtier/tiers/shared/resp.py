@@ -6,6 +6,7 @@ https://valkey.io/topics/protocol/
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ PIECE_BYTES = 256 << 10
 MAX_LINE_BYTES = 8 << 10
 MAX_REPLY_BYTES = 1 << 20
 """Of a reply that is not a block."""
+
+RENEW_S = 0.02
+"""A call may last so much longer than its deadline."""
+_TIMEVAL = struct.Struct("@ll")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,12 @@ class RespStream:
     def __init__(self, sock: socket.socket) -> None:
         self.deadline_s = 0.0
         self._socket = sock
-        self._can_gather = type(sock) is socket.socket  # TLS has no sendmsg
+        # without TLS the kernel itself ends a wait; a timeout of Python's would be a poll before every call. And TLS
+        # has no sendmsg.
+        self._is_plain = type(sock) is socket.socket
+        if self._is_plain:
+            sock.settimeout(None)
+        self._limited_for_s = self._limited_until_s = 0.0
         self._buffer = bytearray(BUFFER_BYTES)
         self._begin = 0
         self._end = 0
@@ -51,7 +61,7 @@ class RespStream:
 
     def send(self, pieces: Sequence[Buffer]) -> None:
         """Sends all of `pieces`, in order. They are not copied (over TLS: encrypted)."""
-        if not self._can_gather:
+        if not self._is_plain:
             for piece in pieces:
                 self._send_piece(memoryview(piece))
             return
@@ -172,16 +182,29 @@ class RespStream:
             view = view[self._call(self._socket.send, view) :]
 
     def _call(self, call: Callable[[Any], int], argument: object) -> int:
-        left_s = self.deadline_s - time.monotonic()
         try:
-            if left_s <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left_s)
+            self._limit_waiting()
             return call(argument)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             raise StoreTimeoutError("the server did not answer in time") from None
         except OSError as error:
             raise StoreUnreachableError(f"the connection broke: {error.strerror or error}") from None
+
+    def _limit_waiting(self) -> None:
+        """No call from now on waits much beyond the deadline. Renewed now and then: a call a piece would show."""
+        now_s = time.monotonic()
+        if now_s >= self.deadline_s:
+            raise TimeoutError
+        if now_s < self._limited_until_s and self.deadline_s == self._limited_for_s:
+            return
+        left_s = self.deadline_s - now_s
+        if self._is_plain:
+            left = _TIMEVAL.pack(int(left_s), int(left_s % 1 * 1e6) + 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, left)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, left)
+        else:
+            self._socket.settimeout(left_s)
+        self._limited_for_s, self._limited_until_s = self.deadline_s, now_s + RENEW_S
 
 
 def _integer(line: bytes) -> int:
