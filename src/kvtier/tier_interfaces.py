@@ -54,6 +54,7 @@ class TierStats:
 
     medium: str
     capacity_blocks: int
+    """0 where the medium bounds itself."""
     capacity_bytes: int
     """What the medium may hold at most, the tier's own books included; 0 where the tier does not know."""
     ready_blocks: int
@@ -180,7 +181,8 @@ class Tier(ABC):
 
     @abstractmethod
     def wait_for_outcome(self, timeout_s: float) -> None:
-        """Returns when `poll` may have something to give, when no job is open, or after `timeout_s`.
+        """Returns when `poll` may have something to give, when no job is open and no look-up unanswered, or after
+        `timeout_s`.
 
         For stops and tests; `poll` may still be empty then: ask again.
         """

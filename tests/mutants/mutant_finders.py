@@ -38,6 +38,7 @@ def driver_machine():
     run(DriverMachine, 1, policy_name="lru")
     run(DriverMachine, 2, policy_name="arc", store_threshold=2)
     run(DriverMachine, 3, policy_name="lru", deadline_s=0.0)
+    run(DriverMachine, 4, policy_name="lru", pin_share=0.5)
 
 
 def manager_machine():
@@ -51,7 +52,7 @@ def manager_machine():
 def policy_machine():
     from test_policy_machine import POLICIES, PolicyMachine
 
-    for number, (policy_class, reference_class) in enumerate(POLICIES):
+    for number, (policy_class, reference_class) in enumerate(POLICIES.values()):
         run(PolicyMachine, number, policy_class=policy_class, reference_class=reference_class)
 
 

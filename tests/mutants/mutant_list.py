@@ -17,6 +17,7 @@ class Mutant(NamedTuple):
 _BLOCKS = "index/blocks.py"
 _CPU = "manager/cpu.py"
 _QUERIES = "manager/queries.py"
+_HINTED = "manager/hinted.py"
 _BREAKER = "manager/breaker.py"
 _COMPLETIONS = "manager/completions.py"
 _DRIVER = "manager/driver.py"
@@ -404,5 +405,41 @@ MUTANTS = [
         "removed = pace.tier.reset(epoch)",
         "removed = []",
         "blocks of other weights are brought up",
+    ),
+    # hints
+    Mutant(
+        "hints-pins-unprotected",
+        _QUERIES,
+        "            protected.append(self._hinted.kept)\n",
+        "            pass\n",
+        "what a hint has pinned is evicted",
+    ),
+    Mutant(
+        "hints-pins-stay",
+        _HINTED,
+        "        for key in keys:\n            self.kept.pop(key, None)\n",
+        "        for key in keys:\n",
+        "a block that has left is still counted as pinned",
+    ),
+    Mutant(
+        "hints-pins-beyond",
+        _HINTED,
+        "if len(self.kept) < self.max_kept:",
+        "if len(self.kept) <= self.max_kept:",
+        "hints pin one block more than they may",
+    ),
+    Mutant(
+        "hints-first-unprotected",
+        _HINTED,
+        "                if not any(key in container for container in protected):\n",
+        "                if True:\n",
+        "what goes first goes while it is read",
+    ),
+    Mutant(
+        "hints-no-store",
+        _CPU,
+        "request.hints.no_store:",
+        "request.hints.ended:",
+        "a request that wanted nothing stored is stored",
     ),
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_vllm_settings import build_connector
 from vllm_harness import BLOCK, connector_arguments, engine_arguments, prepare_process
 
 NUM_LAYERS = 3
@@ -115,3 +117,22 @@ def test_a_model_by_its_name_is_looked_up_on_this_machine_only(dense):
     assert asked == [("some/model", {"revision": "main", "cache_dir": "/models", "local_files_only": True})]
     with pytest.raises(NoIdentityError, match=r"some/model.*disk\.weights_id"):
         weights_of(config)
+
+
+def disk_in(folder: Path) -> dict[str, Any]:
+    return {"ram": "1MiB", "disk": {"path": str(folder), "capacity": "64MiB", "min_free": 0}}
+
+
+def test_chunks_of_another_size_are_another_cache(dense, tmp_path):
+    for blocks_per_chunk in (1, 2, 1):
+        build_connector(dense, {**disk_in(tmp_path), "blocks_per_chunk": blocks_per_chunk})
+    assert len(list(tmp_path.glob("cache-*"))) == 2
+
+
+def test_without_an_identity_the_engine_starts_without_a_disk_and_one_line_says_why(dense, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        build_connector(dense, disk_in(tmp_path), load_format="dummy")
+    assert list(tmp_path.iterdir()) == []
+    (line,) = [record.getMessage() for record in caplog.records if "disk" in record.getMessage()]
+    assert "load_format 'dummy'" in line
+    assert "disk.weights_id" in line

@@ -4,6 +4,7 @@
 `CheckedDriver` is what it drives, for use by hand or from a simulation.
 """
 
+from kvtier.testing.bounded_tier_suite import TierConformance
 from kvtier.testing.checked_driver import CheckedDriver
 from kvtier.testing.faulty_tier import FaultyTier, TierFaults
 from kvtier.testing.faulty_worker import FaultyWorker, WorkerFaults
@@ -15,7 +16,7 @@ from kvtier.testing.policy_suite import PolicyConformance
 from kvtier.testing.promises import Promises
 from kvtier.testing.simulated_disk import SimulatedFileSystem
 from kvtier.testing.tier_driver import TierDriver
-from kvtier.testing.tier_suite import TierConformance
+from kvtier.testing.tier_suite import UnboundedTierConformance
 
 __all__ = [
     "CheckedDriver",
@@ -33,6 +34,7 @@ __all__ = [
     "TierConformance",
     "TierDriver",
     "TierFaults",
+    "UnboundedTierConformance",
     "WorkerFaults",
     "eviction_order",
     "make_keys",

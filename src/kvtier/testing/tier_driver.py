@@ -33,10 +33,14 @@ def block_bytes(key: OffloadKey, num_bytes: int, version: int = 0) -> npt.NDArra
 
 
 class TierDriver:
-    """A tier, attached to a pool, and what its caller would do with it. Job ids count up from 1."""
+    """A tier, attached to a pool, and what its caller would do with it. Job ids count up from 1.
 
-    def __init__(self, tier: Tier, num_slots: int, slot_bytes: int) -> None:
+    With `answers_at_once` a look-up that says UNKNOWN is no answer; without, it is asked again until it says more.
+    """
+
+    def __init__(self, tier: Tier, num_slots: int, slot_bytes: int, *, answers_at_once: bool = True) -> None:
         self.tier = tier
+        self.answers_at_once = answers_at_once
         self.pool = make_pool(num_slots, slot_bytes)
         self.outcomes: dict[int, TierOutcome] = {}
         """Of every job that has ended."""
@@ -115,9 +119,19 @@ class TierDriver:
                 return version
         return None
 
+    def lookup(self, keys: Sequence[OffloadKey]) -> list[Residency]:
+        """What the tier says of each key, once it says something. Polls only while it does not."""
+        until_s = time.monotonic() + GIVE_UP_S
+        while Residency.UNKNOWN in (answers := self.tier.lookup(keys)):
+            assert not self.answers_at_once, "the tier has to answer at once, and says UNKNOWN"
+            assert time.monotonic() < until_s, "the tier does not answer"
+            self.tier.wait_for_outcome(1.0)
+            self.poll()
+        return answers
+
     def ready(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Those of `keys` that the tier says it has."""
-        return [key for key, stands in zip(keys, self.tier.lookup(keys), strict=True) if stands is Residency.READY]
+        return [key for key, stands in zip(keys, self.lookup(keys), strict=True) if stands is Residency.READY]
 
     def _new_job(self) -> int:
         self._next_job += 1

@@ -36,15 +36,18 @@ class RandomTierTraffic:
             self.driver.tier.cancel(self.chance.choice(list(self.jobs)))
 
     def check(self) -> None:
-        for outcome in self.driver.poll():
-            keys, slots = self.jobs.pop(outcome.job_id)
+        self.driver.poll()
+        ready = self.driver.ready(self.keys)  # which may poll, too
+        for job_id in sorted(self.jobs.keys() & self.driver.outcomes.keys()):
+            outcome = self.driver.outcomes[job_id]
+            keys, slots = self.jobs.pop(job_id)
             for success, key, slot in zip(outcome.succeeded, keys, slots, strict=False):
                 if success and not outcome.is_store:
                     assert self.driver.loaded_version(key, slot) == self.versions[key]
             self.free.update(slots)
         # a key gets other bytes only when it is certain to have left
         moving = {key for keys, _ in self.jobs.values() for key in keys}
-        there = moving.union(self.driver.ready(self.keys))
+        there = moving.union(ready)
         self.versions = {key: version for key, version in self.versions.items() if key in there}
         self.driver.tier.check_invariants()
 

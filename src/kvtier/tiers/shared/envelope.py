@@ -1,0 +1,145 @@
+"""What lies in a shared store: one value a block, a header and the block's bytes, and the name it lies under.
+
+    magic (8) | format version (2) | codec (1) | 0 (1) | namespace (32) | epoch (8) | reset salt (8) | key bytes (2)
+    | block bytes (8) | key | xxh3 of the block (8), seeded with all that stands before it
+
+Little endian. Anybody can have written a value: nothing in it is used before the header says what the reader expects
+and the checksum holds.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.errors import ConfigurationError, KVTierError
+from kvtier.keys import OffloadKey
+
+MAGIC = b"kvtier\x00\xb1"
+FORMAT_VERSION = 1
+CODEC_NONE = 0
+"""The block's bytes as they are; the only codec so far."""
+NAMESPACE_BYTES = 32
+SALT_BYTES = 8
+MAX_KEY_BYTES = 64
+
+_FIXED = struct.Struct("<8sHBB32sQ8sHQ")
+_CHECKSUM = struct.Struct("<Q")
+
+
+class Rejection(StrEnum):
+    """Why a value is not the block that was asked for."""
+
+    SIZE = "the value has another size than the block"
+    MAGIC = "the value is not kvtier's"
+    VERSION = "the value has another format version"
+    CODEC = "the value has an unknown codec"
+    IDENTITY = "the value is of another namespace or weight epoch"
+    KEY = "the value is of another key"
+    LENGTH = "the value's block has another length"
+    CHECKSUM = "the bytes are not those that were stored"
+
+
+class EnvelopeError(KVTierError):
+    """A value that is not the block that was asked for. Never leaves the threads of a tier: there it is a miss."""
+
+    def __init__(self, rejection: Rejection) -> None:
+        super().__init__(str(rejection))
+        self.rejection = rejection
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose blocks these are: only what agrees in all three may be exchanged."""
+
+    namespace: bytes
+    """32 bytes: digest of everything that makes two engines' bytes interchangeable."""
+    epoch: int
+    """Weight epoch, 0 <= epoch < 2**64."""
+    salt: bytes = bytes(SALT_BYTES)
+    """8 bytes. Zeros for the weights that the namespace names. After a reset the weights may be others, which two
+    processes with equal epochs need not share: then random."""
+
+    def __post_init__(self) -> None:
+        if len(self.namespace) != NAMESPACE_BYTES:
+            raise ConfigurationError(f"the namespace has {len(self.namespace)} bytes; allowed: {NAMESPACE_BYTES}")
+        if len(self.salt) != SALT_BYTES:
+            raise ConfigurationError(f"the reset salt has {len(self.salt)} bytes; allowed: {SALT_BYTES}")
+        if not 0 <= self.epoch < 2**64:
+            raise ConfigurationError(f"the weight epoch is {self.epoch}; allowed: 0 or more, below 2**64")
+
+    @property
+    def path(self) -> bytes:
+        """What the names of all of its blocks begin with, in ASCII; for people and expiry rules. The header, which has
+        the namespace in full, is what counts."""
+        return b"v%d:%s:%x-%s:" % (
+            FORMAT_VERSION,
+            self.namespace[:16].hex().encode(),
+            self.epoch,
+            self.salt.hex().encode(),
+        )
+
+
+def header_bytes(key: OffloadKey) -> int:
+    """Size of the header of a block with this key."""
+    return _FIXED.size + len(key) + _CHECKSUM.size
+
+
+def seal(identity: Identity, key: OffloadKey, block: npt.NDArray[np.uint8]) -> bytes:
+    """The header of `block`, (block_bytes,) uint8, C-contiguous. Not modified. O(bytes)."""
+    claims = _claims(identity, key, block.nbytes)
+    return claims + _CHECKSUM.pack(_checksum(claims, block))
+
+
+def check_header(header: bytes, identity: Identity, key: OffloadKey, block_bytes: int) -> None:
+    """Raises EnvelopeError unless `header`, `header_bytes(key)` long, announces this very block. O(1)."""
+    expected = _claims(identity, key, block_bytes)
+    if header[: len(expected)] == expected and len(header) == header_bytes(key):
+        return
+    if len(header) < _FIXED.size:
+        raise EnvelopeError(Rejection.SIZE)
+    magic, version, codec, _, namespace, epoch, salt, key_bytes, length = _FIXED.unpack_from(header)
+    wrong = (
+        (magic != MAGIC, Rejection.MAGIC),
+        (version != FORMAT_VERSION, Rejection.VERSION),
+        (codec != CODEC_NONE, Rejection.CODEC),
+        ((namespace, epoch, salt) != (identity.namespace, identity.epoch, identity.salt), Rejection.IDENTITY),
+        (key_bytes != len(key) or header[_FIXED.size : _FIXED.size + len(key)] != key, Rejection.KEY),
+        (length != block_bytes, Rejection.LENGTH),
+    )
+    raise EnvelopeError(next((rejection for is_wrong, rejection in wrong if is_wrong), Rejection.VERSION))
+
+
+def check_block(header: bytes, block: npt.NDArray[np.uint8]) -> None:
+    """Raises EnvelopeError unless `block` is what `header`, which has passed `check_header`, was made for.
+
+    O(bytes), without the GIL.
+    """
+    claims, (checksum,) = header[: -_CHECKSUM.size], _CHECKSUM.unpack(header[-_CHECKSUM.size :])
+    if _checksum(claims, block) != checksum:
+        raise EnvelopeError(Rejection.CHECKSUM)
+
+
+def _claims(identity: Identity, key: OffloadKey, block_bytes: int) -> bytes:
+    fixed = _FIXED.pack(
+        MAGIC,
+        FORMAT_VERSION,
+        CODEC_NONE,
+        0,
+        identity.namespace,
+        identity.epoch,
+        identity.salt,
+        len(key),
+        block_bytes,
+    )
+    return fixed + key
+
+
+def _checksum(claims: bytes, block: npt.NDArray[np.uint8]) -> int:
+    return xxhash.xxh3_64_intdigest(cast(Any, block), xxhash.xxh3_64_intdigest(claims))

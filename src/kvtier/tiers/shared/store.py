@@ -1,0 +1,123 @@
+"""What a shared store must offer to the base of the shared tiers: connections, and what is moved over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import KVTierError
+from kvtier.keys import OffloadKey
+from kvtier.tiers.jobs import OpenJob
+from kvtier.tiers.shared.envelope import Identity, Rejection
+
+REASON_MISSING = "the store does not have it any more"
+
+
+class StoreUnreachableError(KVTierError):
+    """The connection broke, or could not be made. What was asked for may be repeated over another one."""
+
+
+class StoreTimeoutError(StoreUnreachableError):
+    """The store did not answer in time. The connection is of no use any more; nothing is repeated."""
+
+
+class StoreRefusedError(KVTierError):
+    """The store answers, and says that it will not: credentials, a mode that is not supported. Nothing is repeated."""
+
+
+@dataclass(slots=True, eq=False)
+class BlockTransfer:
+    """One block to be moved. Belongs to the threads of the tier from its submission until it is taken back as done."""
+
+    job: OpenJob
+    position: int
+    key: OffloadKey
+    identity: Identity
+    buffer: npt.NDArray[np.uint8]
+    """(block_bytes,) uint8: its RAM slot."""
+    queued_s: float = 0.0
+    """As are all of its times: by `time.monotonic`, on the threads."""
+    began: bool = False
+    done: bool = False
+    """It was moved, or will not be, and nothing of it is to be repeated."""
+    success: bool = False
+    num_bytes: int = 0
+    reason: str = ""
+    is_missing: bool = False
+    """The store says that it has no such block."""
+    is_corrupt: bool = False
+    begun_s: float = 0.0
+    ended_s: float = 0.0
+
+    def succeed(self, num_bytes: int) -> None:
+        self.done, self.success, self.num_bytes = True, True, num_bytes
+
+    def fail(self, reason: str) -> None:
+        self.done, self.success, self.reason = True, False, reason
+
+    def miss(self) -> None:
+        self.fail(REASON_MISSING)
+        self.is_missing = True
+
+    def reject(self, rejection: Rejection) -> None:
+        self.fail(str(rejection))
+        self.is_corrupt = True
+
+
+class StoreConnection(Protocol):
+    """One connection, used by one thread at a time. Every method ends by `deadline_s` (`time.monotonic`), or raises
+    StoreTimeoutError; StoreUnreachableError where the connection breaks, StoreRefusedError where the store will not.
+    After any of these the connection is only closed."""
+
+    def ping(self, deadline_s: float) -> None:
+        """The store answers."""
+        ...
+
+    def lookup(self, identity: Identity, keys: Sequence[OffloadKey], block_bytes: int, deadline_s: float) -> list[bool]:
+        """Whether the store has each block, in one round trip."""
+        ...
+
+    def load(self, blocks: Sequence[BlockTransfer], deadline_s: float) -> None:
+        """Fills the buffer of each block, verifies it there, and says in each block how that went."""
+        ...
+
+    def store(self, blocks: Sequence[BlockTransfer], overwrite: bool, deadline_s: float) -> None:
+        """Stores the buffer of each block, and says in each how that went. Blocks that are there already are left
+        alone, and succeed with no bytes moved, unless `overwrite`."""
+        ...
+
+    def remove(self, identity: Identity, keys: Sequence[OffloadKey], deadline_s: float) -> None:
+        """These blocks are not there any more."""
+        ...
+
+    def touch(self, identity: Identity, keys: Sequence[OffloadKey], deadline_s: float) -> None:
+        """One use of each of these blocks, for the store's own eviction and expiry."""
+        ...
+
+    def abort(self) -> None:
+        """From another thread: whatever runs on this connection fails now."""
+        ...
+
+    def close(self) -> None:
+        """Raises nothing."""
+        ...
+
+
+class Store(Protocol):
+    """Where the blocks are."""
+
+    medium: str
+    """For events and metrics, for example `"VALKEY"`."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people. No credentials."""
+        ...
+
+    def connect(self, deadline_s: float) -> StoreConnection:
+        """A new connection over which the store has answered. Raises as the methods of a connection do."""
+        ...

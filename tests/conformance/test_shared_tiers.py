@@ -1,0 +1,51 @@
+"""The shipped suite, over shared tiers against real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.testing import UnboundedTierConformance
+from kvtier.tier_interfaces import Tier
+from kvtier.tiers.memory import MemoryEpochStore
+from kvtier.tiers.shared import SharedConfig, SharedTier, ValkeyConfig, ValkeyStore
+from valkey_harness import NAMESPACE, ValkeyServer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ValkeyServer]:
+    server = ValkeyServer()
+    yield server
+    server.stop()
+
+
+class TestValkeyTier(UnboundedTierConformance):
+    durable = True
+    answers_at_once = False
+    num_connections = 4
+    ttl_s = 0
+
+    @pytest.fixture(autouse=True)
+    def _server(self, server: ValkeyServer) -> None:
+        self.server = server
+        self.epochs = MemoryEpochStore()
+        with server.client() as client:
+            client.flushall()
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        store = ValkeyStore(ValkeyConfig("127.0.0.1", self.server.port, ttl_s=self.ttl_s))
+        config = SharedConfig(NAMESPACE, num_connections=self.num_connections)
+        # in one test everything is one process: equal epochs are of equal weights
+        return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
+
+    def advance_epoch(self) -> int:
+        return self.epochs.advance()
+
+
+class TestValkeyTierOddSize(TestValkeyTier):
+    """Blocks of no particular size, over one connection, that expire."""
+
+    slot_bytes = 5003
+    num_connections = 1
+    ttl_s = 3600

@@ -1,0 +1,373 @@
+"""A real Valkey server that dies, freezes, fills up, refuses, or lies: no wrong byte, no waiting for ever, recovery.
+
+Where a server never answers, that a test ends at all shows that the operation was given up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.interfaces import Residency
+from kvtier.keys import OffloadKey
+from kvtier.testing import TierDriver, make_keys
+from kvtier.tiers.shared import SharedTier
+from kvtier.tiers.shared.envelope import Identity, seal
+from valkey_harness import NAMESPACE, SlowProxy, ValkeyServer, drive, make_tier, wait_until
+
+SLOT_BYTES = 256 << 10
+QUICK = {"connect_timeout_s": 0.3, "lookup_timeout_s": 0.3, "transfer_timeout_s": 0.5, "queue_timeout_s": 1.0}
+
+
+@pytest.fixture
+def server() -> Iterator[ValkeyServer]:
+    server = ValkeyServer()
+    yield server
+    server.stop()
+
+
+def tier_of(driver: TierDriver) -> SharedTier:
+    assert isinstance(driver.tier, SharedTier)
+    return driver.tier
+
+
+def open_driver(server: ValkeyServer, **config: object) -> TierDriver:
+    return drive(make_tier(server.port, QUICK, **config), 32, SLOT_BYTES)
+
+
+def name_of(key: OffloadKey) -> bytes:
+    return b"kvtier:" + Identity(NAMESPACE, 0).path + key
+
+
+def check_loads(driver: TierDriver, keys: list[OffloadKey], version: int = 0) -> list[bool]:
+    """Loads; what succeeded has the right bytes."""
+    outcome = driver.load(keys)
+    for slot, (key, success) in enumerate(zip(keys, outcome.succeeded, strict=True)):
+        assert not success or driver.loaded_version(key, slot) == version
+    return list(outcome.succeeded)
+
+
+def wait_until_up(driver: TierDriver) -> None:
+    wait_until(driver, lambda: not tier_of(driver).down_reason, "the tier does not come back")
+
+
+def wait_until_down(driver: TierDriver) -> None:
+    wait_until(driver, lambda: tier_of(driver).down_reason, "the tier does not notice that the server is down")
+
+
+# -- the server goes and comes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
+def test_killed_in_mid_transfer_and_restarted(server: ValkeyServer, is_store: bool) -> None:
+    proxy = SlowProxy(server.port, bytes_per_s=1e9)
+    driver = drive(make_tier(proxy.port, {**QUICK, "transfer_timeout_s": 30.0}), 32, SLOT_BYTES)
+    keys = make_keys(24)
+    if not is_store:
+        assert driver.store(keys) is not None
+        proxy.bytes_per_s = 1e6
+    passed = proxy.passed_bytes
+    job = driver.submit_store(keys) if is_store else driver.submit_load(keys)
+    wait_until(driver, lambda: proxy.passed_bytes > passed + SLOT_BYTES // 2, "nothing moves")
+    server.kill()
+    outcome = driver.finish(job)
+    for slot, (key, success) in enumerate(zip(keys, outcome.succeeded, strict=True)):
+        assert is_store or not success or driver.loaded_version(key, slot) == 0
+    assert is_store or not outcome.success, "the kill came too late to test anything"
+    driver.tier.lookup(make_keys(1, "unknown"))
+    wait_until_down(driver)
+    assert driver.tier.lookup(keys) == [Residency.ABSENT] * len(keys)
+    assert driver.submit_store(keys) == 0
+    proxy.bytes_per_s = 1e9
+    server.start()
+    wait_until_up(driver)
+    assert driver.ready(keys) == []
+    stored = driver.store(keys, version=1)
+    assert stored is not None
+    assert stored.success
+    assert check_loads(driver, keys, version=1) == [True] * len(keys)
+    driver.tier.check_invariants()
+    driver.close()
+    proxy.stop()
+
+
+def test_slow_costs_misses_and_no_more_than_its_time(server: ValkeyServer) -> None:
+    proxy = SlowProxy(server.port, bytes_per_s=1e9)
+    driver = drive(make_tier(proxy.port, QUICK), 32, SLOT_BYTES)
+    keys = make_keys(12)
+    driver.store(keys)
+    proxy.bytes_per_s = 100e3  # 2.6 s a block, where half a second is allowed
+    assert check_loads(driver, keys) == [False] * 12
+    proxy.bytes_per_s = 1e9
+    wait_until_up(driver)
+    assert driver.ready(keys) == keys
+    assert check_loads(driver, keys) == [True] * 12
+    driver.close()
+    proxy.stop()
+
+
+def test_restarted_unnoticed_its_blocks_are_misses(server: ValkeyServer) -> None:
+    driver = open_driver(server)
+    keys = make_keys(4)
+    driver.store(keys)
+    server.kill()
+    server.start()
+    assert check_loads(driver, keys) == [False] * 4
+    wait_until(driver, lambda: not driver.ready(keys), "the blocks are gone")
+    wait_until_up(driver)
+    assert driver.store(keys) is not None
+    assert check_loads(driver, keys) == [True] * 4
+    driver.close()
+
+
+def test_not_there_at_the_start(server: ValkeyServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.kill()
+    with caplog.at_level(logging.INFO, "kvtier"):
+        driver = open_driver(server)
+        keys = make_keys(3)
+        assert driver.tier.lookup(keys) == [Residency.ABSENT] * 3
+        assert driver.submit_store(keys) == 0
+        assert check_loads(driver, keys) == [False] * 3
+        server.start()
+        wait_until_up(driver)
+        assert driver.store(keys) is not None
+        assert driver.ready(keys) == keys
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert f"127.0.0.1:{server.port}" in warnings[0]
+    assert any("is there again" in record.getMessage() for record in caplog.records)
+    driver.close()
+
+
+def test_frozen_is_down_until_it_thaws(server: ValkeyServer) -> None:
+    driver = open_driver(server)
+    keys = make_keys(24)
+    driver.store(keys)
+    server.freeze()
+    load = driver.submit_load(keys)
+    unknown = make_keys(3, "unknown")
+    assert driver.tier.lookup(unknown) == [Residency.UNKNOWN] * 3
+    assert driver.ready(unknown) == []
+    assert not any(driver.finish(load).succeeded)
+    wait_until_down(driver)
+    assert driver.tier.lookup(keys) == [Residency.ABSENT] * 24
+    assert driver.submit_store(unknown) == 0
+    server.thaw()
+    wait_until_up(driver)
+    assert driver.ready(keys) == keys
+    assert check_loads(driver, keys) == [True] * 24
+    driver.tier.check_invariants()
+    driver.close()
+
+
+def test_closes_while_the_server_is_frozen(server: ValkeyServer) -> None:
+    driver = drive(make_tier(server.port, {**QUICK, "transfer_timeout_s": 1000.0}), 32, SLOT_BYTES)
+    keys = make_keys(24)
+    driver.store(keys)
+    server.freeze()
+    driver.submit_load(keys)
+    assert driver.tier.close(), "nothing may keep the pool mapped: what runs is broken off"
+    driver.finish_all()
+    assert not driver.tier.get_stats().loading_blocks
+    server.thaw()
+
+
+# -- the server refuses ----------------------------------------------------------------------------------------
+
+
+def test_wrong_password_is_said_once_without_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ValkeyServer(password="the right one")
+    try:
+        monkeypatch.setenv("KVTIER_TEST_PASSWORD", "mistaken-secret")
+        with caplog.at_level(logging.DEBUG):
+            driver = open_driver(server, password_env="KVTIER_TEST_PASSWORD")
+            assert "refuses the login" in tier_of(driver).down_reason
+            assert driver.tier.lookup(make_keys(2)) == [Residency.ABSENT] * 2
+            with server.client() as client:
+                wait_until(
+                    driver, lambda: client.info("stats")["acl_access_denied_auth"] >= 4, "it does not keep trying"
+                )
+            assert sum("refuses the login" in record.getMessage() for record in caplog.records) == 1
+            assert "mistaken-secret" not in caplog.text + repr(driver.tier) + str(driver.tier.get_stats())
+            monkeypatch.setenv("KVTIER_TEST_PASSWORD", "the right one")
+            wait_until_up(driver)
+            assert driver.store(make_keys(2)) is not None
+        driver.close()
+    finally:
+        server.stop()
+
+
+def test_password_from_a_file_and_a_user_with_few_rights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = ValkeyServer(
+        "--user", "engine", "on", ">sesame", "~kvtier:*", "+@read", "+@write", "+@connection", "-@dangerous"
+    )
+    try:
+        (tmp_path / "password").write_text("sesame\n")
+        driver = open_driver(server, username="engine", password_file=str(tmp_path / "password"))
+        keys = make_keys(3)
+        assert driver.store(keys) is not None
+        assert check_loads(driver, keys) == [True] * 3
+        driver.close()
+        driver = open_driver(server, username="engine", password_file=str(tmp_path / "password"), prefix="not-allowed:")
+        assert driver.ready(keys) == []
+        assert "NOPERM" in caplog.text
+        driver.close()
+    finally:
+        server.stop()
+
+
+def test_full_without_eviction_sheds_stores_and_goes_on(server: ValkeyServer) -> None:
+    driver = open_driver(server)
+    keys = make_keys(8)
+    driver.store(keys)
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", 1 << 20)
+    more = make_keys(8, "more")
+    outcome = driver.store(more)
+    assert outcome is not None
+    assert not any(outcome.succeeded)
+    assert "OOM" in outcome.reason
+    assert driver.ready(more) == []
+    assert driver.submit_store(more) == 0, "a store that is full is left alone for a while"
+    assert check_loads(driver, keys) == [True] * 8
+    assert not tier_of(driver).down_reason
+    driver.close()
+
+
+def test_evicted_by_the_server_is_a_miss(server: ValkeyServer) -> None:
+    driver = open_driver(server)
+    keys = make_keys(4)
+    driver.store(keys)
+    with server.client() as client:
+        client.delete(name_of(keys[2]))
+    assert check_loads(driver, keys) == [True, True, False, True]
+    assert driver.ready(keys) == [keys[0], keys[1], keys[3]]
+    assert driver.tier.take_removed() == [keys[2]]
+    assert driver.tier.get_stats().counters["corrupt_blocks"] == 0
+    driver.close()
+
+
+# -- the server has other values -------------------------------------------------------------------------------
+
+
+def _sealed(key: OffloadKey, namespace: bytes = NAMESPACE, epoch: int = 0, size: int = SLOT_BYTES) -> bytes:
+    block = np.full(size, 7, np.uint8)
+    return seal(Identity(namespace, epoch), key, block) + block.tobytes()
+
+
+def _flipped(value: bytes, at: int) -> bytes:
+    return value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]
+
+
+KEY = make_keys(1)[0]
+LIES = {
+    "first byte": _flipped(_sealed(KEY), 0),
+    "version": _flipped(_sealed(KEY), 8),
+    "codec": _flipped(_sealed(KEY), 10),
+    "reserved": _flipped(_sealed(KEY), 11),
+    "namespace": _sealed(KEY, namespace=bytes(32)),
+    "epoch": _sealed(KEY, epoch=1),
+    "another key": _sealed(make_keys(2)[1]),
+    "length": _sealed(KEY, size=SLOT_BYTES - 1) + b"x",
+    "checksum": _flipped(_sealed(KEY), len(_sealed(KEY)) - SLOT_BYTES - 1),
+    "first byte of the block": _flipped(_sealed(KEY), len(_sealed(KEY)) - SLOT_BYTES),
+    "last byte of the block": _flipped(_sealed(KEY), len(_sealed(KEY)) - 1),
+    "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.".ljust(len(_sealed(KEY))),
+    "truncated": _sealed(KEY)[:-1],
+    "a header alone": _sealed(KEY)[:-SLOT_BYTES],
+    "empty": b"",
+    "longer": _sealed(KEY) + b"x",
+    "huge": b"x" * (5 << 20),
+}
+
+
+@pytest.fixture(scope="module")
+def lying_server() -> Iterator[ValkeyServer]:
+    server = ValkeyServer()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_altered_values_are_misses(lying_server: ValkeyServer, lie: str) -> None:
+    with lying_server.client() as client:
+        client.flushall()
+        driver = open_driver(lying_server)
+        keys = make_keys(4)
+        driver.store(keys)
+        client.set(name_of(KEY), LIES[lie])
+        assert check_loads(driver, keys) == [False, True, True, True], "only the altered one fails"
+        assert driver.tier.get_stats().counters["corrupt_blocks"] == 1
+        assert driver.tier.take_removed() == [KEY]
+        assert driver.ready(keys) == keys[1:]
+        assert driver.tier.flush(10.0)
+        assert client.exists(name_of(KEY)) == 0, "it is of no use to anybody"
+        assert driver.store(keys) is not None
+        assert check_loads(driver, keys) == [True] * 4
+        driver.close()
+
+
+def test_the_right_value_from_another_client_is_a_hit(lying_server: ValkeyServer) -> None:
+    """The oracle of the lies: unaltered, the same value is taken."""
+    with lying_server.client() as client:
+        client.flushall()
+        client.set(name_of(KEY), _sealed(KEY))
+        driver = open_driver(lying_server)
+        assert driver.ready([KEY]) == [KEY]
+        assert driver.load([KEY]).success
+        assert (driver.pool[0] == 7).all()
+        driver.close()
+
+
+def test_a_value_of_another_type_is_a_miss(lying_server: ValkeyServer) -> None:
+    with lying_server.client() as client:
+        client.flushall()
+        driver = open_driver(lying_server)
+        keys = make_keys(3)
+        driver.store(keys)
+        client.delete(name_of(keys[1]))
+        client.rpush(name_of(keys[1]), b"a list")
+        assert check_loads(driver, keys) == [True, False, True]
+        driver.close()
+
+
+def test_values_that_are_not_whole_are_not_there(lying_server: ValkeyServer) -> None:
+    with lying_server.client() as client:
+        client.flushall()
+        keys = make_keys(3)
+        client.set(name_of(keys[0]), _sealed(keys[0])[:-1])
+        client.rpush(name_of(keys[1]), b"a list")
+        client.set(name_of(keys[2]), _sealed(keys[2]))
+        driver = open_driver(lying_server)
+        assert driver.ready(keys) == [keys[2]]
+        stored = driver.store(keys[:1])
+        assert stored is not None
+        assert stored.num_bytes == SLOT_BYTES, "what is not whole is overwritten"
+        assert check_loads(driver, keys[:1]) == [True]
+        driver.close()
+
+
+def test_nothing_outside_the_prefix_is_touched(lying_server: ValkeyServer) -> None:
+    with lying_server.client() as client:
+        client.flushall()
+        client.set("somebody's", "own")
+        driver = open_driver(lying_server, prefix="mine:")
+        keys = make_keys(6)
+        driver.store(keys)
+        driver.tier.touch(keys)
+        driver.tier.drop(keys[:3])
+        driver.tier.reset(1)
+        driver.store(keys)
+        assert driver.tier.flush(10.0)
+        driver.close()
+        names = client.keys()
+        assert client.get("somebody's") == b"own"
+        assert len(names) == 1 + 3 + 6
+        assert all(name.startswith(b"mine:v1:") for name in names if name != b"somebody's")
