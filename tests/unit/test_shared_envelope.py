@@ -9,19 +9,20 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 
 from kvtier.errors import ConfigurationError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.shared.envelope import (
+    BlockChecksum,
     EnvelopeError,
     Identity,
     Rejection,
-    check_block,
     check_header,
-    header_bytes,
-    seal,
+    header_of,
+    value_bytes,
 )
 from kvtier.tiers.shared.resp import ErrorReply, RespStream
 from kvtier.tiers.shared.store import StoreTimeoutError, StoreUnreachableError
@@ -32,21 +33,30 @@ BLOCK = np.arange(1000, dtype=np.uint8)
 IDENTITY = Identity(NAMESPACE, 5, b"saltsalt")
 
 
+HEADER = header_of(IDENTITY, KEY, 1000)
+
+
 def test_the_format_is_what_it_is() -> None:
     """Another version of kvtier reads these bytes: they change with the format version alone."""
-    claims = b"kvtier\x00\xb1" + b"\x01\x00" + b"\x00" + b"\x00" + NAMESPACE
-    claims += struct.pack("<Q", 5) + b"saltsalt" + struct.pack("<HQ", len(KEY), 1000) + KEY
-    checksum = xxhash.xxh3_64_intdigest(BLOCK.tobytes(), xxhash.xxh3_64_intdigest(claims))
-    header = seal(IDENTITY, KEY, BLOCK)
-    assert header == claims + struct.pack("<Q", checksum)
-    assert len(header) == header_bytes(KEY)
+    header = b"kvtier\x00\xb1" + b"\x01\x00" + b"\x00" + b"\x00" + NAMESPACE
+    header += struct.pack("<Q", 5) + b"saltsalt" + struct.pack("<HQ", len(KEY), 1000) + KEY
+    assert header == HEADER
+    expected = xxhash.xxh3_64_intdigest(BLOCK.tobytes(), xxhash.xxh3_64_intdigest(header))
+    assert _checksum_of(BLOCK).value() == struct.pack("<Q", expected)
+    assert value_bytes(len(KEY), 1000) == len(header) + 1000 + 8
     assert IDENTITY.path == b"v1:000102030405060708090a0b0c0d0e0f:5-73616c7473616c74:"
 
 
+def _checksum_of(block: npt.NDArray[np.uint8], header: bytes = HEADER) -> BlockChecksum:
+    checksum = BlockChecksum(header)
+    for begin in range(0, len(block), 300):
+        checksum.update(block[begin : begin + 300].data)
+    return checksum
+
+
 def test_what_was_sealed_is_accepted() -> None:
-    header = seal(IDENTITY, KEY, BLOCK)
-    check_header(header, IDENTITY, KEY, 1000)
-    check_block(header, BLOCK)
+    check_header(HEADER, IDENTITY, KEY, 1000)
+    _checksum_of(BLOCK).check(_checksum_of(BLOCK).value())
 
 
 def _rejection(header: bytes, identity: Identity = IDENTITY, key: OffloadKey = KEY, size: int = 1000) -> Rejection:
@@ -56,7 +66,7 @@ def _rejection(header: bytes, identity: Identity = IDENTITY, key: OffloadKey = K
 
 
 def test_every_difference_has_its_name() -> None:
-    header = seal(IDENTITY, KEY, BLOCK)
+    header = HEADER
     assert _rejection(b"X" + header[1:]) is Rejection.MAGIC
     assert _rejection(header[:8] + b"\x02" + header[9:]) is Rejection.VERSION
     assert _rejection(header[:10] + b"\x01" + header[11:]) is Rejection.CODEC
@@ -69,23 +79,21 @@ def test_every_difference_has_its_name() -> None:
     assert _rejection(b"") is Rejection.SIZE
 
 
-def _check(header: bytes) -> None:
-    check_header(header, IDENTITY, KEY, 1000)
-    check_block(header, BLOCK)
-
-
 def test_no_single_bit_of_header_or_block_can_change_unnoticed() -> None:
-    header = seal(IDENTITY, KEY, BLOCK)
-    for at in range(8 * len(header)):
-        changed = bytearray(header)
+    value = _checksum_of(BLOCK).value()
+    for at in range(8 * len(HEADER)):
+        changed = bytearray(HEADER)
         changed[at // 8] ^= 1 << at % 8
         with pytest.raises(EnvelopeError):
-            _check(bytes(changed))
+            check_header(changed, IDENTITY, KEY, 1000)
     for at in range(8 * len(BLOCK)):
         block = BLOCK.copy()
         block[at // 8] ^= 1 << at % 8
         with pytest.raises(EnvelopeError):
-            check_block(header, block)
+            _checksum_of(block).check(value)
+    for header in (header_of(Identity(NAMESPACE, 6), KEY, 1000), header_of(IDENTITY, OffloadKey(b"another"), 1000)):
+        with pytest.raises(EnvelopeError):
+            _checksum_of(BLOCK, header).check(value)
 
 
 def test_identities_that_cannot_be() -> None:

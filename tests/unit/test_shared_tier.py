@@ -290,6 +290,19 @@ def test_down_answers_at_once_and_comes_back() -> None:
     driver.close()
 
 
+def test_questions_that_were_lost_with_the_connection_are_answered() -> None:
+    store, clock = FakeStore(), Clock()
+    driver = open_driver(store, clock)
+    (key,) = make_keys(1)
+    store.errors = {"lookup": [StoreRefusedError("not these")]}
+    assert driver.tier.lookup([key]) == [UNKNOWN]
+    assert driver.lookup([key]) == [ABSENT], "the clock stands still: this is not the time that is over"
+    clock.now_s += 2
+    driver.poll()
+    assert driver.tier.lookup([key]) == [UNKNOWN]
+    driver.close()
+
+
 def test_a_slow_store_is_asked_whether_it_lives_before_it_is_given_up() -> None:
     store = FakeStore()
     driver = open_driver(store)

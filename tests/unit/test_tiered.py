@@ -499,3 +499,60 @@ def test_with_evicted_what_is_being_written_is_found_by_nobody_and_its_slot_is_n
     count = engine.match_in_time("c")
     if count:
         engine.load("c", count)
+
+
+# -- tiers that must ask elsewhere -----------------------------------------------------------------------------
+
+
+class LateTier(MemoryTier):
+    """Says UNKNOWN of every key until the second poll after it was first asked."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        super().__init__(capacity_blocks)
+        self.num_polls = 0
+        self.asked_at: dict[OffloadKey, int] = {}
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> list[Residency]:
+        return [
+            found if self.num_polls - self.asked_at.setdefault(key, self.num_polls) >= 2 else Residency.UNKNOWN
+            for key, found in zip(keys, super().lookup(keys), strict=True)
+        ]
+
+    def poll(self) -> list[TierOutcome]:
+        self.num_polls += 1
+        return super().poll()
+
+
+def test_blocks_go_down_to_a_tier_that_does_not_know_yet_whether_it_has_them() -> None:
+    tier = LateTier(32)
+    engine = Engine(8, [tier])
+    keys = keys_of("a", 4)
+    engine.compute("writer", keys)
+    engine.settle()
+    assert MemoryTier.lookup(tier, keys) == [Residency.READY] * 4
+
+
+def test_a_request_waits_for_an_answer_and_then_for_the_blocks() -> None:
+    tier = LateTier(32)
+    engine = Engine(8, [tier])
+    keys = keys_of("a", 4)
+    engine.compute("writer", keys)
+    engine.settle()
+    engine.compute("other", keys_of("b", 8))  # pushes them out of RAM
+    engine.settle()
+    tier.asked_at.clear()
+    engine.driver.add_request("reader", keys)
+    assert engine.driver.match("reader") is None
+    assert engine.match_in_time("reader") == 4
+    engine.load("reader", 4)
+    engine.driver.finish("reader")
+
+
+def test_stopping_offers_what_a_tier_does_not_know() -> None:
+    tier = LateTier(32)
+    engine = Engine(8, [tier], cascade_when="reused")
+    keys = keys_of("a", 4)
+    engine.compute("writer", keys)
+    assert engine.manager.flush_down() == 4
+    engine.settle()
+    assert MemoryTier.lookup(tier, keys) == [Residency.READY] * 4

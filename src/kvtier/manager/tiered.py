@@ -288,7 +288,7 @@ class TieredOffloadingManager(OffloadingManager):
         ready = self.ram.ready_keys()
         for pace, queue in zip(self._paces, self._queues, strict=True):
             below = pace.tier.lookup(ready)
-            queue.add(key for key, found in zip(ready, below, strict=True) if found is _ABSENT)
+            queue.add(key for key, found in zip(ready, below, strict=True) if found is not _READY)
         return self.num_to_flush
 
     @property
@@ -315,7 +315,8 @@ class TieredOffloadingManager(OffloadingManager):
             return
         keys = queue.take(room, lambda key: self.ram.residency(key) is _READY)
         below = pace.tier.lookup(keys)
-        keys = [key for key, found in zip(keys, below, strict=True) if found is _ABSENT]
+        # a tier that does not know yet finds out before it moves anything
+        keys = [key for key, found in zip(keys, below, strict=True) if found is not _READY]
         if keys:
             queue.give_back(keys[self._transfers.take_down(number, keys) :])
 

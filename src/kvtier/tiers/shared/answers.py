@@ -111,10 +111,15 @@ class AnswerBook:
             del self._absent[key]
         return lost
 
-    def doubt_everything(self) -> None:
-        """The store may be another one than before: everything is to be asked for again. O(keys)."""
-        self._present = dict.fromkeys(self._present, float("-inf"))
+    def doubt_everything(self, now_s: float) -> None:
+        """The connection was lost, and questions with it; the store may be another one than before. What was there is
+        to be asked for again; what was only asked for is absent. O(keys)."""
+        lost = [key for key in self._asked if key not in self._present]
+        self._asked.clear()
         self._absent.clear()
+        for key in lost:
+            self.note_absent(key, now_s)
+        self._present = dict.fromkeys(self._present, float("-inf"))
 
     def clear(self) -> None:
         """Nothing is known any more."""

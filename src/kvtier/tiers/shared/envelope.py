@@ -1,10 +1,11 @@
-"""What lies in a shared store: one value a block, a header and the block's bytes, and the name it lies under.
+"""What lies in a shared store: one value a block, with a header and a checksum, and the name it lies under.
 
     magic (8) | format version (2) | codec (1) | 0 (1) | namespace (32) | epoch (8) | reset salt (8) | key bytes (2)
-    | block bytes (8) | key | xxh3 of the block (8), seeded with all that stands before it
+    | block bytes (8) | key | the block | xxh3 of the block, seeded with that of all that stands before it (8)
 
-Little endian. Anybody can have written a value: nothing in it is used before the header says what the reader expects
-and the checksum holds.
+Little endian. The checksum stands last, so that a block is hashed piece by piece as it is moved, while it is in the
+processor's cache. Anybody can have written a value: nothing in it is used before the header says what the reader
+expects and the checksum holds.
 """
 
 from __future__ import annotations
@@ -12,10 +13,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvtier.errors import ConfigurationError, KVTierError
@@ -31,6 +29,7 @@ MAX_KEY_BYTES = 64
 
 _FIXED = struct.Struct("<8sHBB32sQ8sHQ")
 _CHECKSUM = struct.Struct("<Q")
+CHECKSUM_BYTES = _CHECKSUM.size
 
 
 class Rejection(StrEnum):
@@ -86,47 +85,13 @@ class Identity:
         )
 
 
-def header_bytes(key: OffloadKey) -> int:
-    """Size of the header of a block with this key."""
-    return _FIXED.size + len(key) + _CHECKSUM.size
+def value_bytes(key_bytes: int, block_bytes: int) -> int:
+    """Size of the value of a block of `block_bytes` whose key has `key_bytes`."""
+    return _FIXED.size + key_bytes + block_bytes + CHECKSUM_BYTES
 
 
-def seal(identity: Identity, key: OffloadKey, block: npt.NDArray[np.uint8]) -> bytes:
-    """The header of `block`, (block_bytes,) uint8, C-contiguous. Not modified. O(bytes)."""
-    claims = _claims(identity, key, block.nbytes)
-    return claims + _CHECKSUM.pack(_checksum(claims, block))
-
-
-def check_header(header: bytes, identity: Identity, key: OffloadKey, block_bytes: int) -> None:
-    """Raises EnvelopeError unless `header`, `header_bytes(key)` long, announces this very block. O(1)."""
-    expected = _claims(identity, key, block_bytes)
-    if header[: len(expected)] == expected and len(header) == header_bytes(key):
-        return
-    if len(header) < _FIXED.size:
-        raise EnvelopeError(Rejection.SIZE)
-    magic, version, codec, _, namespace, epoch, salt, key_bytes, length = _FIXED.unpack_from(header)
-    wrong = (
-        (magic != MAGIC, Rejection.MAGIC),
-        (version != FORMAT_VERSION, Rejection.VERSION),
-        (codec != CODEC_NONE, Rejection.CODEC),
-        ((namespace, epoch, salt) != (identity.namespace, identity.epoch, identity.salt), Rejection.IDENTITY),
-        (key_bytes != len(key) or header[_FIXED.size : _FIXED.size + len(key)] != key, Rejection.KEY),
-        (length != block_bytes, Rejection.LENGTH),
-    )
-    raise EnvelopeError(next((rejection for is_wrong, rejection in wrong if is_wrong), Rejection.VERSION))
-
-
-def check_block(header: bytes, block: npt.NDArray[np.uint8]) -> None:
-    """Raises EnvelopeError unless `block` is what `header`, which has passed `check_header`, was made for.
-
-    O(bytes), without the GIL.
-    """
-    claims, (checksum,) = header[: -_CHECKSUM.size], _CHECKSUM.unpack(header[-_CHECKSUM.size :])
-    if _checksum(claims, block) != checksum:
-        raise EnvelopeError(Rejection.CHECKSUM)
-
-
-def _claims(identity: Identity, key: OffloadKey, block_bytes: int) -> bytes:
+def header_of(identity: Identity, key: OffloadKey, block_bytes: int) -> bytes:
+    """What stands before the block."""
     fixed = _FIXED.pack(
         MAGIC,
         FORMAT_VERSION,
@@ -141,5 +106,38 @@ def _claims(identity: Identity, key: OffloadKey, block_bytes: int) -> bytes:
     return fixed + key
 
 
-def _checksum(claims: bytes, block: npt.NDArray[np.uint8]) -> int:
-    return xxhash.xxh3_64_intdigest(cast(Any, block), xxhash.xxh3_64_intdigest(claims))
+class BlockChecksum:
+    """Of the block after `header`, piece by piece. O(bytes), without the GIL for pieces of 128 KiB and up."""
+
+    def __init__(self, header: bytes) -> None:
+        self._state = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(header))
+
+    def update(self, piece: memoryview) -> None:
+        self._state.update(piece)
+
+    def value(self) -> bytes:
+        """What stands after the block."""
+        return _CHECKSUM.pack(self._state.intdigest())
+
+    def check(self, checksum: bytes | bytearray) -> None:
+        """Raises EnvelopeError unless this is what stands after the block."""
+        if checksum != self.value():
+            raise EnvelopeError(Rejection.CHECKSUM)
+
+
+def check_header(header: bytes | bytearray, identity: Identity, key: OffloadKey, block_bytes: int) -> None:
+    """Raises EnvelopeError unless `header` announces this very block. O(1)."""
+    if header == header_of(identity, key, block_bytes):
+        return
+    if len(header) < _FIXED.size:
+        raise EnvelopeError(Rejection.SIZE)
+    magic, version, codec, _, namespace, epoch, salt, key_bytes, length = _FIXED.unpack_from(header)
+    wrong = (
+        (magic != MAGIC, Rejection.MAGIC),
+        (version != FORMAT_VERSION, Rejection.VERSION),
+        (codec != CODEC_NONE, Rejection.CODEC),
+        ((namespace, epoch, salt) != (identity.namespace, identity.epoch, identity.salt), Rejection.IDENTITY),
+        (key_bytes != len(key) or header[_FIXED.size : _FIXED.size + len(key)] != key, Rejection.KEY),
+        (length != block_bytes, Rejection.LENGTH),
+    )
+    raise EnvelopeError(next((rejection for is_wrong, rejection in wrong if is_wrong), Rejection.VERSION))

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvtier.tiers.shared.store import StoreTimeoutError, StoreUnreachableError
 
 Buffer = bytes | bytearray | memoryview
 BUFFER_BYTES = 16 << 10
 """Replies are read in pieces of this size; a little of what follows a header is copied, the rest is not."""
+PIECE_BYTES = 256 << 10
+"""Blocks are received and sent in pieces up to this size."""
 MAX_LINE_BYTES = 8 << 10
 MAX_REPLY_BYTES = 1 << 20
 """Of a reply that is not a block."""
@@ -39,7 +42,7 @@ class RespStream:
     def __init__(self, sock: socket.socket) -> None:
         self.deadline_s = 0.0
         self._socket = sock
-        self._can_gather = type(sock) is socket.socket
+        self._can_gather = type(sock) is socket.socket  # TLS has no sendmsg
         self._buffer = bytearray(BUFFER_BYTES)
         self._begin = 0
         self._end = 0
@@ -118,13 +121,20 @@ class RespStream:
         size = _integer(line)
         return None if size < 0 else size
 
-    def read_into(self, target: memoryview) -> None:
-        """Fills `target` from the body, received right into it."""
-        begun = min(len(target), self._end - self._begin)
-        target[:begun] = self._buffer[self._begin : self._begin + begun]
-        self._begin += begun
-        while begun < len(target):
-            begun += self._receive(target[begun:])
+    def read_into(self, target: memoryview, each: Callable[[memoryview], None] | None = None) -> None:
+        """Fills `target` from the body, received right into it. `each` gets every piece of it as it is there."""
+        done = 0
+        while done < len(target):
+            piece = target[done : done + PIECE_BYTES]
+            if self._begin < self._end:
+                piece = piece[: self._end - self._begin]
+                piece[:] = self._buffer[self._begin : self._begin + len(piece)]
+                self._begin += len(piece)
+            else:
+                piece = piece[: self._receive(piece)]
+            if each is not None:
+                each(piece)
+            done += len(piece)
 
     def skip(self, size: int) -> None:
         """Reads `size` bytes of a body, and forgets them."""
@@ -161,13 +171,13 @@ class RespStream:
         while view:
             view = view[self._call(self._socket.send, view) :]
 
-    def _call(self, call: object, argument: object) -> int:
+    def _call(self, call: Callable[[Any], int], argument: object) -> int:
         left_s = self.deadline_s - time.monotonic()
         try:
             if left_s <= 0:
                 raise TimeoutError
             self._socket.settimeout(left_s)
-            return call(argument)  # type: ignore[operator, no-any-return]
+            return call(argument)
         except TimeoutError:
             raise StoreTimeoutError("the server did not answer in time") from None
         except OSError as error:

@@ -225,7 +225,7 @@ class SharedTier(Tier):
         num_connects = self._threads.num_connects
         if self._num_connects != num_connects:  # it may be another store than before
             self._num_connects = num_connects
-            self._book.doubt_everything()
+            self._book.doubt_everything(self._now_s)
             self._num_failures, self._paused_until_s = 0, -float("inf")
         for identity, key, is_there in answers:
             if identity is self._identity and self._book.note_answer(key, is_there, self._now_s):

@@ -15,15 +15,16 @@ from typing import Any
 from kvtier.errors import ConfigurationError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.shared.envelope import (
+    CHECKSUM_BYTES,
+    BlockChecksum,
     EnvelopeError,
     Identity,
     Rejection,
-    check_block,
     check_header,
-    header_bytes,
-    seal,
+    header_of,
+    value_bytes,
 )
-from kvtier.tiers.shared.resp import Buffer, ErrorReply, RespStream
+from kvtier.tiers.shared.resp import PIECE_BYTES, Buffer, ErrorReply, RespStream
 from kvtier.tiers.shared.store import BlockTransfer, StoreRefusedError, StoreTimeoutError, StoreUnreachableError
 from kvtier.tiers.shared.valkey_config import ValkeyConfig
 
@@ -144,7 +145,7 @@ class ValkeyConnection:
     def lookup(self, identity: Identity, keys: Sequence[OffloadKey], block_bytes: int, deadline_s: float) -> list[bool]:
         """By the sizes of the values: one that is not whole is not there."""
         lines = self._pipeline(b"STRLEN", identity, keys, (), deadline_s)
-        whole = {size: b":%d" % (header_bytes_of_length(size) + block_bytes) for size in set(map(len, keys))}
+        whole = {size: b":%d" % value_bytes(size, block_bytes) for size in set(map(len, keys))}
         for line in set(lines):
             if line[:1] == b"-" and not line.startswith(b"-WRONGTYPE"):
                 raise _refusal(ErrorReply(line[1:].decode(errors="replace")))
@@ -169,7 +170,7 @@ class ValkeyConnection:
         self._stream.deadline_s = deadline_s
         names = self._names(identity, [block.key for block in blocks])
         for block, name in zip(blocks, names, strict=True):
-            self._send_set(name, seal(identity, block.key, block.buffer), block)
+            self._send_set(name, block)
         for block in blocks:
             reply = self._stream.read_reply()
             if reply == "OK":
@@ -223,11 +224,21 @@ class ValkeyConnection:
         answer = dict(zip(by_size, lines, strict=True))
         return [answer[key] for key in keys]
 
-    def _send_set(self, name: bytes, header: bytes, block: BlockTransfer) -> None:
-        size = len(header) + block.buffer.nbytes
-        head = b"*%d\r\n%s$%d\r\n%s" % (5 if self._expiry else 3, _arguments(b"SET", name), size, header)
-        pieces: list[Buffer] = [head, block.buffer.data, b"\r\n" + self._expiry]
-        self._stream.send(pieces)
+    def _send_set(self, name: bytes, block: BlockTransfer) -> None:
+        header = header_of(block.identity, block.key, block.buffer.nbytes)
+        size = value_bytes(len(block.key), block.buffer.nbytes)
+        checksum = BlockChecksum(header)
+        before: list[Buffer] = [
+            b"*%d\r\n%s$%d\r\n" % (5 if self._expiry else 3, _arguments(b"SET", name), size),
+            header,
+        ]
+        data = block.buffer.data
+        for begin in range(0, len(data), PIECE_BYTES):
+            piece = data[begin : begin + PIECE_BYTES]
+            checksum.update(piece)
+            self._stream.send([*before, piece])
+            before = []
+        self._stream.send([*before, checksum.value(), b"\r\n", self._expiry])
 
     def _load_one(self, block: BlockTransfer) -> None:
         stream = self._stream
@@ -243,36 +254,35 @@ class ValkeyConnection:
             else:
                 block.fail(f"the server says: {size.text}")
             return
-        num_header = header_bytes(block.key)
-        if size != num_header + block.buffer.nbytes:
+        if size != value_bytes(len(block.key), block.buffer.nbytes):
             block.reject(Rejection.SIZE)
             if size > MAX_SKIPPED_BYTES:
                 raise StoreUnreachableError(f"a value has {size} bytes, and is not read")
             stream.skip(size)
-            stream.end_body()
-            return
-        header = bytearray(num_header)
+        else:
+            self._read_value(block)
+        stream.end_body()
+
+    def _read_value(self, block: BlockTransfer) -> None:
+        stream = self._stream
+        header = bytearray(len(header_of(block.identity, block.key, block.buffer.nbytes)))
         stream.read_into(memoryview(header))
         try:
-            check_header(bytes(header), block.identity, block.key, block.buffer.nbytes)
+            check_header(header, block.identity, block.key, block.buffer.nbytes)
         except EnvelopeError as error:
             block.reject(error.rejection)
-            stream.skip(block.buffer.nbytes)
-            stream.end_body()
+            stream.skip(block.buffer.nbytes + CHECKSUM_BYTES)
             return
-        stream.read_into(block.buffer.data)
-        stream.end_body()
+        checksum = BlockChecksum(bytes(header))
+        stream.read_into(block.buffer.data, checksum.update)
+        stored = bytearray(CHECKSUM_BYTES)
+        stream.read_into(memoryview(stored))
         try:
-            check_block(bytes(header), block.buffer)
+            checksum.check(stored)
         except EnvelopeError as error:
             block.reject(error.rejection)
         else:
             block.succeed(block.buffer.nbytes)
-
-
-def header_bytes_of_length(key_bytes: int) -> int:
-    """Size of the header of a block whose key is so long."""
-    return header_bytes(OffloadKey(bytes(key_bytes)))
 
 
 def _arguments(*values: bytes) -> bytes:
