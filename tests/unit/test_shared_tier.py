@@ -41,6 +41,8 @@ class FakeStore:
         self.blocks: dict[tuple[Identity, OffloadKey], bytes] = {}
         self.gate = threading.Event()
         self.gate.set()
+        self.held: set[str] | None = None
+        """Which operations the gate is for; None: all."""
         self.refuses = False
         self.errors: dict[str, list[Exception]] = {}
         self.asked: list[list[OffloadKey]] = []
@@ -61,7 +63,8 @@ class FakeConnection:
     def _begin(self, name: str, deadline_s: float) -> None:
         self._store.calls.append(name)
         until_s = min(deadline_s, time.monotonic() + GIVE_UP_S)
-        while not self._store.gate.wait(0.002):
+        held = self._store.held
+        while not self._store.gate.wait(0.002) and (held is None or name in held):
             if self._aborted.is_set():
                 raise StoreUnreachableError("aborted")
             if time.monotonic() > until_s:
@@ -90,6 +93,9 @@ class FakeConnection:
     def store(self, blocks: Sequence[BlockTransfer], overwrite: bool, deadline_s: float) -> None:
         self._begin("store", deadline_s)
         for block in blocks:
+            if (block.identity, block.key) in self._store.blocks and not overwrite:
+                block.succeed(0)
+                continue
             self._store.blocks[block.identity, block.key] = block.buffer.tobytes()
             block.succeed(block.buffer.nbytes)
 
@@ -355,6 +361,26 @@ def test_removed_before_it_is_stored_again() -> None:
     assert driver.finish(job).success
     assert driver.tier.flush(GIVE_UP_S)
     assert driver.load(keys).success, "the removal has overtaken the store"
+    assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [2, 2]
+    driver.close()
+
+
+def test_what_waits_to_be_removed_is_overwritten_instead() -> None:
+    store = FakeStore()
+    driver = open_driver(store, lookup_timeout_s=GIVE_UP_S)
+    keys = make_keys(2)
+    driver.store(keys, version=1)
+    store.held = {"lookup"}
+    store.gate.clear()
+    driver.tier.lookup(make_keys(1, "unknown"))
+    wait_for(driver, lambda: store.asked)
+    driver.tier.drop(keys)
+    outcome = driver.store(keys, version=2)
+    assert outcome is not None
+    assert outcome.num_bytes == 2 * SLOT_BYTES
+    store.gate.set()
+    assert driver.tier.flush(GIVE_UP_S)
+    assert driver.load(keys).success
     assert [driver.loaded_version(key, slot) for slot, key in enumerate(keys)] == [2, 2]
     driver.close()
 
