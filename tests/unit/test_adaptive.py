@@ -49,10 +49,10 @@ def recount(policy):
     assert queued.keys() == {segment for segment in segments if not segment.children}
     assert all(segment.kind == kind for segment, kind in queued.items())
     assert all((segment.period >= 0) == (segment in queued) for segment in segments)
-    ghosts = policy._ghosts
+    ghosts = policy._ghosts._by_head
     assert all(ghost.keys[-1] == head for head, ghost in ghosts.items())
-    assert policy._num_ghost_keys == sum(len(ghost.keys) for ghost in ghosts.values())
-    assert policy._num_ghost_keys <= GHOSTS_PER_BLOCK * policy.cache_capacity
+    assert policy._ghosts.num_keys == sum(len(ghost.keys) for ghost in ghosts.values())
+    assert policy._ghosts.num_keys <= GHOSTS_PER_BLOCK * policy.cache_capacity
     assert all(segment.keys for segment in [*segments, *ghosts.values()])
 
 

@@ -10,14 +10,15 @@ a while, by key only: its return teaches, and its count of uses goes on.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
 
 from kvtier.interfaces import CachePolicy
 from kvtier.keys import OffloadKey
+from kvtier.policy.ghosts import Ghosts
 from kvtier.policy.recency import consume, has_evictable
-from kvtier.policy.segments import AgeQueue, Segment
+from kvtier.policy.segment_tree import SegmentTree
+from kvtier.policy.segments import Segment
 from kvtier.policy.survival import SurvivalModel
 
 _TAIL = 0
@@ -40,7 +41,7 @@ _PRICE_TICKS = 4
 """Worths that are known are good for so many ticks."""
 
 
-class AdaptiveCachePolicy(CachePolicy):
+class AdaptiveCachePolicy(SegmentTree, CachePolicy):
     """See the module. Time is counted in ticks, one for each request that ends.
 
     Per block of capacity it remembers one resident key and up to eight evicted ones: see docs/decisions/eviction.md.
@@ -55,15 +56,8 @@ class AdaptiveCachePolicy(CachePolicy):
     def _start(self) -> None:
         self._now = 0
         self._refresh_at = _MIN_REFRESH_TICKS
-        self._segment_of: dict[OffloadKey, Segment] = {}
-        """Of resident keys."""
-        self._segments: dict[Segment, None] = {}
-        """All of these."""
-        self._ends = [AgeQueue() for _ in range(_NUM_KINDS)]
-        """By kind, the segments that no other continues."""
-        self._ghosts: OrderedDict[OffloadKey, Segment] = OrderedDict()
-        """Evicted segments by their shallowest key, the first to be forgotten first."""
-        self._num_ghost_keys = 0
+        self._plant(_NUM_KINDS)
+        self._ghosts = Ghosts()
         self._model = SurvivalModel(_NUM_KINDS, new_kinds=(_FIRST, _BEHIND))
 
     # -- accesses --------------------------------------------------------------------------------------------
@@ -93,21 +87,16 @@ class AdaptiveCachePolicy(CachePolicy):
 
     def _recall(self, ghost: Segment, keys: Sequence[OffloadKey], begin: int) -> Segment:
         """The shallowest keys of an evicted segment return: as many as agree with `keys` from `begin` on."""
-        del self._ghosts[keys[begin]]
         size = len(ghost.keys)
-        returned = keys[begin : begin + size][::-1]
+        returned = list(keys[begin : begin + size][::-1])
         if returned == ghost.keys:
             segment = ghost
         else:
-            returned = list(returned)
             size = 1
             while size < len(returned) and returned[-size - 1] == ghost.keys[-size - 1]:
                 size += 1
             segment = Segment(returned[-size:], ghost.kind, ghost.uses, ghost.last_use)
-            if size < len(ghost.keys):
-                del ghost.keys[-size:]
-                self._replace_ghost(ghost)
-        self._num_ghost_keys -= size
+        self._ghosts.take(ghost, size)
         segment.ghost = None
         self._count_use(segment)
         segment.last_use = self._now
@@ -144,7 +133,7 @@ class AdaptiveCachePolicy(CachePolicy):
         now = self._now
         num_running = len(self._segments) + len(self._ghosts)
         step = 1 + num_running // _MAX_SAMPLED_LIVES
-        running = islice(chain(self._segments, self._ghosts.values()), self._now % step, None, step)
+        running = islice(chain(self._segments, self._ghosts), self._now % step, None, step)
         self._model.refresh(now, running, step)
         self._model.fade(_FADE)
         for queue in self._ends:
@@ -183,82 +172,6 @@ class AdaptiveCachePolicy(CachePolicy):
             path.append(segment)
         self._queue_ends(path)
         return path
-
-    def _queue_ends(self, path: list[Segment]) -> None:
-        """Those of `path` that nothing continues are ends, the others are not."""
-        for segment in path:
-            if segment.children:
-                if segment.period >= 0:
-                    self._ends[segment.kind].discard(segment)
-            elif segment.period < 0:
-                self._ends[segment.kind].add(segment)
-
-    def _part_of(self, segment: Segment, keys: list[OffloadKey], position: int) -> tuple[Segment, int]:
-        """The segment of those keys from `position` on that are in this one, and how many they are."""
-        end = position + 1
-        while end < len(keys) and self._segment_of.get(keys[end]) is segment:
-            end += 1
-        part = keys[position:end]
-        if len(part) < len(segment.keys):
-            segment = self._split(segment, part)
-        return segment, len(part)
-
-    def _split(self, segment: Segment, part: list[OffloadKey]) -> Segment:
-        """Parts `part` from a segment, and becomes what it continues. The new segment, in no queue."""
-        taken = set(part)
-        segment.keys = [key for key in segment.keys if key not in taken]
-        new = Segment(part, segment.kind, segment.uses, segment.last_use)
-        self._segments[new] = None
-        self._segment_of.update(dict.fromkeys(part, new))
-        if segment.parent is not None:
-            self._attach(new, segment.parent)
-        self._attach(segment, new)
-        return new
-
-    def _join(self, segment: Segment, child: Segment, deeper: list[Segment]) -> Segment:
-        """Makes one of a segment and its only child, which have the same history from now on; `deeper` lead to them."""
-        for either in (segment, child):
-            if either.period >= 0:
-                self._ends[either.kind].discard(either)
-        keys = child.keys + segment.keys
-        if child.children > (1 if deeper and deeper[-1].parent is child else 0):
-            # others have it as parent
-            self._segment_of.update(dict.fromkeys(segment.keys, child))
-            del self._segments[segment]
-            child.parent = segment.parent
-            segment.parent = None
-            segment = child
-        else:
-            self._segment_of.update(dict.fromkeys(child.keys, segment))
-            del self._segments[child]
-            child.parent = None
-            segment.children = child.children
-            segment.ghost = child.ghost
-            if child.children:
-                deeper[-1].parent = segment
-        segment.keys = keys
-        return segment
-
-    def _attach(self, segment: Segment, parent: Segment) -> None:
-        """Has a segment, which continues another or none, continue `parent`."""
-        if segment.parent is not None:
-            self._detach(segment)
-        if segment.children:  # who is used in one order and then in another must not continue itself
-            ancestor = parent.parent
-            while ancestor is not None and ancestor is not segment:
-                ancestor = ancestor.parent
-            if ancestor is segment:
-                self._detach(parent)
-        segment.parent = parent
-        parent.children += 1
-
-    def _detach(self, segment: Segment) -> None:
-        """The parent of this segment, if it has one, may be an end from now on."""
-        parent, segment.parent = segment.parent, None
-        if parent is not None:
-            parent.children -= 1
-            if not parent.children and parent.period < 0 and parent in self._segments:
-                self._ends[parent.kind].add(parent)
 
     def _mark_behind(self, path: list[Segment]) -> None:
         """The new ones among these continue what was known."""
@@ -300,7 +213,7 @@ class AdaptiveCachePolicy(CachePolicy):
     def decline(self, keys: Sequence[OffloadKey]) -> None:
         # as if they had been evicted at once
         for segment in self._adopt(keys):
-            self._add_ghost(segment)
+            self._ghosts.add(segment)
         self._forget_ghosts()
 
     def _worth_of(self, newcomers: Sequence[OffloadKey]) -> list[float]:
@@ -352,7 +265,7 @@ class AdaptiveCachePolicy(CachePolicy):
                 self._ends[segment.kind].add(segment)
         if missing and worths is None:
             victims += self._evict_inside(missing, protected, passed_over)
-        if self._num_ghost_keys > _GHOSTS_PER_BLOCK * self.cache_capacity:
+        if self._ghosts.num_keys > _GHOSTS_PER_BLOCK * self.cache_capacity:
             self._forget_ghosts()
         return victims
 
@@ -378,35 +291,15 @@ class AdaptiveCachePolicy(CachePolicy):
         self._ends[segment.kind].discard(segment)
         del self._segments[segment]
         self._detach(segment)
-        self._add_ghost(segment)
+        self._ghosts.add(segment)
 
     def _shorten(self, segment: Segment, part: list[OffloadKey]) -> None:
         """The deepest keys of an end, not all, become a ghost."""
         del segment.keys[: len(part)]
         ghost = Segment(part, segment.kind, segment.uses, segment.last_use)
         ghost.ghost = segment.ghost
-        self._add_ghost(ghost)
+        self._ghosts.add(ghost)
         segment.ghost = ghost
-
-    def _add_ghost(self, segment: Segment) -> None:
-        """What is no longer resident becomes a ghost, and one with its deeper part if that has the same history."""
-        deeper, segment.ghost = segment.ghost, None
-        self._num_ghost_keys += len(segment.keys)
-        # it may have returned meanwhile, and have been removed
-        if deeper is not None and deeper.keys and deeper.last_use == segment.last_use and deeper.kind == segment.kind:
-            head = deeper.keys[-1]
-            if self._ghosts.get(head) is deeper:
-                del self._ghosts[head]
-                segment.keys = deeper.keys + segment.keys
-        self._replace_ghost(segment)
-
-    def _replace_ghost(self, segment: Segment) -> None:
-        """Files a ghost, whose keys count, by its shallowest key."""
-        head = segment.keys[-1]
-        former = self._ghosts.pop(head, None)
-        if former is not None:
-            self._num_ghost_keys -= len(former.keys)
-        self._ghosts[head] = segment
 
     def _evict_inside(
         self, count: int, protected: Sequence[Container[OffloadKey]], ends: list[Segment]
@@ -426,11 +319,9 @@ class AdaptiveCachePolicy(CachePolicy):
 
     def _forget_ghosts(self) -> None:
         limit = _GHOSTS_PER_BLOCK * self.cache_capacity
-        while self._num_ghost_keys > limit:
-            _, ghost = self._ghosts.popitem(last=False)
-            size = len(ghost.keys)
-            self._num_ghost_keys -= size
-            self._model.note_loss(ghost.kind, self._now - ghost.last_use, size)
+        while self._ghosts.num_keys > limit:
+            ghost = self._ghosts.pop_first()
+            self._model.note_loss(ghost.kind, self._now - ghost.last_use, len(ghost.keys))
 
     # -- the rest --------------------------------------------------------------------------------------------
 

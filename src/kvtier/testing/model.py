@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterable, Sequence
 from kvtier.errors import BlockNotPinnedError, BlockNotReadyError, InvariantError
 from kvtier.events import OffloadingEvent
 from kvtier.interfaces import (
-    CachePolicy,
     CPULoadStoreSpec,
     LoadStoreSpec,
     ManagerStats,
@@ -28,11 +27,8 @@ from kvtier.interfaces import (
 )
 from kvtier.keys import OffloadKey
 from kvtier.testing.model_parts import Allocation, FreeSlots, Read, RequestState, make_spec, refuse_duplicates
-from kvtier.testing.model_policies import ReferenceARC, ReferenceLRU, ReferenceLRU2, ReferenceS3FIFO
+from kvtier.testing.model_policies import REFERENCE_POLICIES
 
-_POLICIES: dict[str, type[CachePolicy]] = {
-    policy.name: policy for policy in (ReferenceARC, ReferenceLRU, ReferenceLRU2, ReferenceS3FIFO)
-}
 _SHORTEST_LOAD_LIMIT_S = 1.0
 _LATEST_REAP = 1.125
 
@@ -51,7 +47,7 @@ class ReferenceManager(OffloadingManager):
         deadline_s: float = 5.0,
         store_timeout_s: float = 600.0,
     ) -> None:
-        self.policy = _POLICIES[cache_policy](num_blocks)
+        self.policy = REFERENCE_POLICIES[cache_policy](num_blocks)
         self._num_blocks = num_blocks
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._store_threshold = store_threshold

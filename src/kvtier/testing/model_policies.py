@@ -319,3 +319,8 @@ class ReferenceS3FIFO(CachePolicy):
 
     def __iter__(self) -> Iterator[OffloadKey]:
         return iter([*self.small, *self.main])
+
+
+REFERENCE_POLICIES: dict[str, type[CachePolicy]] = {
+    policy.name: policy for policy in (ReferenceARC, ReferenceLRU, ReferenceLRU2, ReferenceS3FIFO)
+}
