@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -177,5 +178,6 @@ class DiskMachine(RuleBasedStateMachine):
                 self.durable.discard(key)
 
 
+@pytest.mark.slow
 def test_disk_tier_beside_a_dictionary() -> None:
     run_state_machine_as_test(DiskMachine, settings=settings(max_examples=100, stateful_step_count=50))

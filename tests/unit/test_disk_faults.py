@@ -138,6 +138,7 @@ def check_afterwards(machine: Machine, life: Life, *, strict: bool, whole: bool)
     driver.close(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "from-then-on"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_at_any_call(error: str, persistent: bool) -> None:
@@ -179,6 +180,7 @@ def run_until_dead(machine: Machine, life: Life) -> None:
         assert machine.files.is_dead
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power_loss", [False, True], ids=["kill", "power loss"])
 def test_death_at_any_call(power_loss: bool) -> None:
     for index in range(num_calls()):
@@ -190,6 +192,7 @@ def test_death_at_any_call(power_loss: bool) -> None:
             check_afterwards(machine, life, strict=True, whole=not power_loss)
 
 
+@pytest.mark.slow
 def test_the_folder_vanishes_at_any_call() -> None:
     for index in range(num_calls()):
         machine = Machine()

@@ -64,6 +64,7 @@ def wait_until_down(driver: TierDriver) -> None:
 # -- the server goes and comes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
 def test_killed_in_mid_transfer_and_restarted(server: ValkeyServer, is_store: bool) -> None:
     proxy = SlowProxy(server.port, bytes_per_s=1e9)
@@ -97,6 +98,7 @@ def test_killed_in_mid_transfer_and_restarted(server: ValkeyServer, is_store: bo
     proxy.stop()
 
 
+@pytest.mark.slow
 def test_slow_costs_misses_and_no_more_than_its_time(server: ValkeyServer) -> None:
     keys = make_keys(12)
     patient = open_driver(server)
@@ -112,6 +114,7 @@ def test_slow_costs_misses_and_no_more_than_its_time(server: ValkeyServer) -> No
     proxy.stop()
 
 
+@pytest.mark.slow
 def test_restarted_unnoticed_its_blocks_are_misses(server: ValkeyServer) -> None:
     driver = open_driver(server)
     keys = make_keys(4)
@@ -126,6 +129,7 @@ def test_restarted_unnoticed_its_blocks_are_misses(server: ValkeyServer) -> None
     driver.close()
 
 
+@pytest.mark.slow
 def test_not_there_at_the_start(server: ValkeyServer, caplog: pytest.LogCaptureFixture) -> None:
     server.kill()
     with caplog.at_level(logging.INFO, "kvtier"):
@@ -145,6 +149,7 @@ def test_not_there_at_the_start(server: ValkeyServer, caplog: pytest.LogCaptureF
     driver.close()
 
 
+@pytest.mark.slow
 def test_frozen_is_down_until_it_thaws(server: ValkeyServer) -> None:
     driver = open_driver(server, QUICK)
     keys = make_keys(24)
@@ -165,6 +170,7 @@ def test_frozen_is_down_until_it_thaws(server: ValkeyServer) -> None:
     driver.close()
 
 
+@pytest.mark.slow
 def test_closes_while_the_server_is_frozen(server: ValkeyServer) -> None:
     driver = drive(make_tier(server.port, {**PATIENT, "transfer_timeout_s": 1000.0}), 32, SLOT_BYTES)
     keys = make_keys(24)
@@ -204,6 +210,7 @@ def test_wrong_password_is_said_once_without_it(
         server.stop()
 
 
+@pytest.mark.slow
 def test_password_from_a_file_and_a_user_with_few_rights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = ValkeyServer(
         "--user", "engine", "on", ">sesame", "~kvtier:*", "+@read", "+@write", "+@connection", "-@dangerous"
@@ -223,6 +230,7 @@ def test_password_from_a_file_and_a_user_with_few_rights(tmp_path: Path, caplog:
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_cluster_is_refused_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     server = ValkeyServer("--cluster-enabled", "yes")
     try:
@@ -389,6 +397,7 @@ def test_a_value_too_large_to_read_costs_one_block_and_a_connection(
         driver.close()
 
 
+@pytest.mark.slow
 def test_blocks_expire_when_they_are_not_used(lying_server: ValkeyServer) -> None:
     with lying_server.client() as client:
         client.flushall()
