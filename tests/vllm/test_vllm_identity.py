@@ -129,7 +129,11 @@ def test_chunks_of_another_size_are_another_cache(dense, tmp_path):
     assert len(list(tmp_path.glob("cache-*"))) == 2
 
 
-def test_without_an_identity_the_engine_starts_without_a_disk_and_one_line_says_why(dense, tmp_path, caplog):
+def test_without_an_identity_the_engine_starts_without_a_disk_and_one_line_says_why(
+    dense, tmp_path, caplog, monkeypatch
+):
+    # an engine of another test has given our lines a handler of their own
+    monkeypatch.setattr(logging.getLogger("kvtier"), "propagate", True)
     with caplog.at_level(logging.WARNING):
         build_connector(dense, disk_in(tmp_path), load_format="dummy")
     assert list(tmp_path.iterdir()) == []
