@@ -134,9 +134,10 @@ def test_without_an_identity_the_engine_starts_without_a_disk_and_one_line_says_
 ):
     # an engine of another test has given our lines a handler of their own
     monkeypatch.setattr(logging.getLogger("kvtier"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), caplog.at_level(logging.WARNING, logger="kvtier"):
         build_connector(dense, disk_in(tmp_path), load_format="dummy")
     assert list(tmp_path.iterdir()) == []
-    (line,) = [record.getMessage() for record in caplog.records if "disk" in record.getMessage()]
+    # a record may reach the handler in two ways
+    (line,) = {record.getMessage() for record in caplog.records if "disk" in record.getMessage()}
     assert "load_format 'dummy'" in line
     assert "disk.weights_id" in line
