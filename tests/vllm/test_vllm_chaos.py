@@ -41,6 +41,7 @@ def test_chaos(model_name, num_blocks, ram, request, tmp_path):
         "deadline_s": DEADLINE_S,
         "store_timeout_s": STORE_TIMEOUT_S,
         "copy_threads": 3,
+        "breaker_cooldown_s": 0.05,  # a tier that is left alone for long meets no chaos
         "offload_prompt_only": False,
         "debug": True,
     }
