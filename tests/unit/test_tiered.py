@@ -82,6 +82,20 @@ class Engine:
         raise AssertionError("no answer")
 
 
+def engine_with_prompts_below(
+    tier: MemoryTier, ram_blocks: int, num_prompts: int, length: int
+) -> tuple[Engine, list[list[OffloadKey]]]:
+    """Prompts of `length` blocks that the tier has and RAM has lost. Promotions may take all of RAM."""
+    engine = Engine(ram_blocks, [tier], limits=TieringLimits(request_share=1.0, promoting_share=1.0))
+    prompts = [keys_of(f"p{i}", length) for i in range(num_prompts)]
+    for i, keys in enumerate(prompts):
+        engine.compute(f"store-{i}", keys)
+        engine.settle(10)
+    engine.compute("fill", keys_of("fill", ram_blocks))
+    engine.settle(20)
+    return engine, prompts
+
+
 def test_what_left_ram_comes_back_from_below() -> None:
     tier = MemoryTier(100, blocks_per_poll=3)
     engine = Engine(8, [tier])
@@ -229,13 +243,7 @@ def test_failing_loads_shut_a_tier_off_and_it_is_tried_again() -> None:
 
 def test_slow_tiers_are_not_waited_for() -> None:
     tier = MemoryTier(1000)
-    engine = Engine(32, [tier], limits=TieringLimits(request_share=1.0, promoting_share=1.0))
-    prompts = [keys_of(f"p{i}", 8) for i in range(5)]
-    for i, keys in enumerate(prompts):
-        engine.compute(f"store-{i}", keys)
-        engine.settle(10)
-    engine.compute("fill", keys_of("fill", 32))
-    engine.settle(20)
+    engine, prompts = engine_with_prompts_below(tier, 32, 5, 8)
     tier.blocks_per_poll = 1
     engine.driver.add_request("measure", prompts[0])
     assert engine.match_in_time("measure") == 8  # one block a step of 10 ms: 100 a second
@@ -249,13 +257,7 @@ def test_slow_tiers_are_not_waited_for() -> None:
 
 def test_a_tier_that_was_slow_is_tried_again_and_nobody_waits_for_it() -> None:
     tier = MemoryTier(1000)
-    engine = Engine(32, [tier], limits=TieringLimits(request_share=1.0, promoting_share=1.0))
-    prompts = [keys_of(f"p{i}", 8) for i in range(8)]
-    for i, keys in enumerate(prompts):
-        engine.compute(f"store-{i}", keys)
-        engine.settle(10)
-    engine.compute("fill", keys_of("fill", 32))
-    engine.settle(20)
+    engine, prompts = engine_with_prompts_below(tier, 32, 8, 8)
     tier.blocks_per_poll = 1
     engine.driver.add_request("measure", prompts[0])
     engine.match_in_time("measure")
@@ -279,13 +281,7 @@ def test_a_tier_that_was_slow_is_tried_again_and_nobody_waits_for_it() -> None:
 def test_a_tier_that_stalls_is_waited_for_no_longer_than_recomputing_takes() -> None:
     """However many requests come meanwhile, and although nothing was ever measured of the tier."""
     tier = MemoryTier(1000)
-    engine = Engine(32, [tier], limits=TieringLimits(request_share=1.0, promoting_share=1.0))
-    prompts = [keys_of(f"p{i}", 8) for i in range(8)]
-    for i, keys in enumerate(prompts):
-        engine.compute(f"store-{i}", keys)
-        engine.settle(10)
-    engine.compute("fill", keys_of("fill", 32))
-    engine.settle(20)
+    engine, prompts = engine_with_prompts_below(tier, 32, 8, 8)
     engine.manager.tell_recompute_rate(100.0)
     tier.blocks_per_poll = 0
     began_s = engine.now_s
@@ -301,6 +297,26 @@ def test_a_tier_that_stalls_is_waited_for_no_longer_than_recomputing_takes() -> 
     assert engine.driver.match("next") == 0
     engine.driver.add_request("same", prompts[0])
     assert engine.driver.match("same") == 0, "what is on its way comes too slowly for others as well"
+
+
+def test_a_request_waits_no_longer_than_what_is_brought_up_for_it_would_take_to_compute() -> None:
+    """However much is on its way for others: for all of it together the tier is not late yet."""
+    tier = MemoryTier(1000)
+    engine, prompts = engine_with_prompts_below(tier, 64, 3, 16)
+    engine.manager.tell_recompute_rate(100.0)
+    engine.driver.add_request("measure", prompts[0])
+    assert engine.match_in_time("measure") == 16
+    tier.blocks_per_poll = 0
+    for name, keys in (("long", prompts[1]), ("short", prompts[2][:4])):
+        engine.driver.add_request(name, keys)
+        assert engine.driver.match(name) is None
+        engine.step(0.001)
+    assert engine.manager.num_promoting == 20
+    begun_s = engine.now_s
+    while engine.driver.match("short") is None:
+        engine.step(0.005)
+    assert engine.now_s - begun_s < 0.06, "four blocks take .04 s to compute"
+    assert engine.driver.match("long") is None
 
 
 def test_a_slow_tier_sheds_and_pins_no_ram_while_it_waits() -> None:
@@ -421,13 +437,7 @@ def test_an_engine_with_long_steps_does_not_take_a_quick_tier_for_a_slow_one() -
             return [replace(outcome, duration_s=0.008) for outcome in super().poll()]
 
     tier = QuickTier(1000)
-    engine = Engine(64, [tier], limits=TieringLimits(request_share=1.0, promoting_share=1.0))
-    prompts = [keys_of(f"p{i}", 16) for i in range(4)]
-    for i, keys in enumerate(prompts):
-        engine.compute(f"store-{i}", keys)
-        engine.settle(10)
-    engine.compute("fill", keys_of("fill", 64))
-    engine.settle(20)
+    engine, prompts = engine_with_prompts_below(tier, 64, 4, 16)
     engine.manager.tell_recompute_rate(100.0)
     for i, keys in enumerate(prompts):
         engine.driver.add_request(f"again-{i}", keys)
