@@ -81,8 +81,9 @@ def weights_of(vllm_config: VllmConfig, find_snapshot: Callable[..., str] | None
         folder = Path(model.model)
         if not folder.is_dir():
             if find_snapshot is None:
-                from huggingface_hub import snapshot_download as find_snapshot  # noqa: PLC0415
-            assert find_snapshot is not None
+                import huggingface_hub  # noqa: PLC0415
+
+                find_snapshot = huggingface_hub.snapshot_download
             found = find_snapshot(
                 model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
             )
