@@ -378,7 +378,7 @@ class Epochs:
 def test_a_reset_leaves_nothing_in_any_tier(fails: bool) -> None:
     tiers = [MemoryTier(100, blocks_per_poll=2), MemoryTier(100)]
     epochs = Epochs()
-    engine = Engine(16, tiers, epochs=epochs)
+    engine = Engine(16, tiers, epochs=[epochs, epochs])
     keys = keys_of("a", 12)
     engine.compute("a", keys)
     engine.settle(4)
