@@ -71,6 +71,11 @@ def test_what_every_shared_tier_can_be_told() -> None:
     assert shared_of("valkey://host").config(NAMESPACE) == SharedConfig(NAMESPACE)
 
 
+def test_names_tell_tiers_apart() -> None:
+    tiers = config_of("redis://a", "disk:///kv?capacity=1GiB", "valkey://b", "valkey://c").tiers
+    assert registry.tier_names(tiers) == ["valkey", "disk", "valkey-2", "valkey-3"]
+
+
 def test_an_own_option_is_not_taken_for_a_common_one() -> None:
     for scheme, kind in STORES.items():
         assert not set(kind.options) & SHARED_OPTIONS.keys(), scheme
@@ -83,7 +88,7 @@ def test_a_new_store_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, url: str) -> None:
             self.place = url
 
-    kind = registry.StoreKind(str, Drawer, ("depth",), {"num_connections": 16, "present_s": 60.0})  # type: ignore[arg-type]
+    kind = registry.StoreKind("drawer", str, Drawer, ("depth",), {"num_connections": 16, "present_s": 60.0})  # type: ignore[arg-type]
     monkeypatch.setitem(STORES, "drawer", kind)
     tier = shared_of("drawer://desk/left?depth=2&connections=3")
     assert tier.make_store().place == "drawer://desk/left?depth=2"

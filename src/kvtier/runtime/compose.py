@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from kvtier.interfaces import OffloadingManager
 from kvtier.manager import CircuitBreaker, CPUOffloadingManager, FilterReusedOffloadingManager, TieredOffloadingManager
 from kvtier.runtime.config import Config
 from kvtier.runtime.disk import ADMISSIONS, DiskSettings
-from kvtier.runtime.tiers import SharedSettings, TierSettings
+from kvtier.runtime.tiers import SharedSettings, TierSettings, tier_names
 from kvtier.tier_interfaces import EpochStore, Tier
 from kvtier.tiers.disk import DiskConfig, DiskTier, FileEpochStore, WeightEpochs
 from kvtier.tiers.shared import SharedEpochs, SharedTier
@@ -47,6 +46,7 @@ class Identity:
 class _Opened:
     """A tier that is open."""
 
+    name: str
     tier: Tier
     epochs: EpochStore
     settings: TierSettings
@@ -63,26 +63,18 @@ class Stack:
     """In `core`, or that itself, where there are tiers below RAM."""
     tiers: list[Tier] = field(default_factory=list)
     """Below RAM, attached, the nearest first."""
+    tier_names: list[str] = field(default_factory=list)
+    """Of each of them: see `kvtier.runtime.tiers.tier_names`."""
     stop_flush_s: list[float] = field(default_factory=list)
     """Of each of them: how long a stop may take to write what is only in RAM."""
     _is_stopped: bool = False
 
     @property
-    def tier_names(self) -> list[str]:
-        """Of `tiers`, for metrics: their media in lower case, and a number from the second of a kind on."""
-        seen: Counter[str] = Counter()
-        names = []
-        for tier in self.tiers:
-            name = tier.medium.lower()
-            seen[name] += 1
-            names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
-        return names
-
-    @property
     def breakers(self) -> list[tuple[str, CircuitBreaker]]:
-        """Medium and breaker of each tier that has one, RAM first. The caller owns the list."""
+        """Name, in capitals, and breaker of each tier that has one, RAM first. The caller owns the list."""
         below = self.tiered.breakers if self.tiered is not None else []
-        return ([("RAM", self.ram.breaker)] if self.ram.breaker is not None else []) + below
+        named = [(name.upper(), breaker) for name, (_, breaker) in zip(self.tier_names, below, strict=True)]
+        return ([("RAM", self.ram.breaker)] if self.ram.breaker is not None else []) + named
 
     def linger(self, timeout_s: float) -> None:
         """Returns once something that a request waits for may have come from a lower tier, or after `timeout_s`."""
@@ -169,25 +161,28 @@ def build_stack(
     except BaseException:
         _close(tiers)
         raise
-    return Stack(core, ram, tiered, tiers, [each.settings.stop_flush_s for each in opened])
+    flush_s = [each.settings.stop_flush_s for each in opened]
+    return Stack(core, ram, tiered, tiers, [each.name for each in opened], flush_s)
 
 
 def _open_tiers(config: Config, pool: npt.NDArray[np.uint8], identity: Identity) -> list[_Opened]:
     """Those that can be opened, in their order. If one raises, none stays open."""
     opened: list[_Opened] = []
     try:
-        for settings in config.tiers:
+        for name, settings in zip(tier_names(config.tiers), config.tiers, strict=True):
             if isinstance(settings, SharedSettings):
-                opened.append(_open_shared(settings, pool, identity))
+                opened.append(_Opened(name, *_open_shared(settings, pool, identity), settings))
             elif (disk := open_disk(settings, pool, identity)) is not None:
-                opened.append(_Opened(disk, disk.epoch_store, settings))
+                opened.append(_Opened(name, disk, disk.epoch_store, settings))
     except BaseException:
         _close([each.tier for each in opened])
         raise
     return opened
 
 
-def _open_shared(settings: SharedSettings, pool: npt.NDArray[np.uint8], identity: Identity) -> _Opened:
+def _open_shared(
+    settings: SharedSettings, pool: npt.NDArray[np.uint8], identity: Identity
+) -> tuple[SharedTier, EpochStore]:
     """All data-parallel ranks of all engines with this namespace share the blocks: see
     docs/decisions/shared-tiers-in-the-engine.md."""
     epochs = SharedEpochs(settings.epoch)
@@ -195,7 +190,7 @@ def _open_shared(settings: SharedSettings, pool: npt.NDArray[np.uint8], identity
     tier.attach(pool)
     if identity.weights_may_change:
         tier.reset(epochs.advance())
-    return _Opened(tier, epochs, settings)
+    return tier, epochs
 
 
 def _close(tiers: list[Tier]) -> None:

@@ -8,7 +8,8 @@ A new kind of shared store is one entry of `STORES`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -31,6 +32,8 @@ MAX_EPOCH = 2**32
 class StoreKind:
     """A kind of shared store."""
 
+    name: str
+    """In metrics and in the log."""
     parse: Callable[[str], Any]
     """From a URL with the store's own options alone to the store's configuration, comparable by `==`. Contacts nobody.
     Raises ConfigurationError in one line, without what could be a secret."""
@@ -43,6 +46,7 @@ class StoreKind:
 
 
 _VALKEY = StoreKind(
+    name="valkey",
     parse=parse_valkey_url,
     make=ValkeyStore,
     options=("ttl", "prefix", "username", "password_env", "password_file", "ca_file", "cert_file", "key_file"),
@@ -112,6 +116,17 @@ def parse_tiers(value: Any, key: str = "tiers") -> tuple[TierSettings, ...]:
         )
     _refuse_twice(tiers, key)
     return tiers
+
+
+def tier_names(tiers: Sequence[TierSettings]) -> list[str]:
+    """Of each its kind, and a number from the second of a kind on. The caller owns the list."""
+    seen: Counter[str] = Counter()
+    names = []
+    for tier in tiers:
+        name = DISK if isinstance(tier, DiskSettings) else STORES[tier.scheme].name
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return names
 
 
 def check_tiers(tiers: Iterable[TierSettings], disk_key: str = "disk") -> None:

@@ -20,6 +20,7 @@ from kvtier.adapters.vllm.worker import CPUPlatformWorker, PooledWorker
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.runtime import Identity, build_stack, check_tiers, num_slots_for, parse_config
 from kvtier.runtime.identity import namespace_of
+from kvtier.runtime.tiers import tier_names
 from kvtier.tiers.memory_limits import check_pool_dir
 from kvtier.tiers.ram import RamPool, check_pool_size
 from kvtier.transfers.layout import SLOT_ALIGNMENT_BYTES
@@ -42,7 +43,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         settings = parse_config(extra_config)
-        return metric_definitions(settings.store_threshold > 1, settings.disk is not None)
+        return metric_definitions(settings.store_threshold > 1, bool(settings.tiers))
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -69,8 +70,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             except BaseException:
                 pool.close()
                 raise
-            has_reuse_filter, has_disk = settings.store_threshold > 1, settings.disk is not None
-            self._manager = VLLMManager(stack, pool, has_reuse_filter, has_disk)
+            self._manager = VLLMManager(stack, pool, settings.store_threshold > 1, tier_names(settings.tiers))
         return self._manager
 
     def _identity(self) -> Identity | None:
