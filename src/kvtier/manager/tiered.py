@@ -300,7 +300,8 @@ class TieredOffloadingManager(OffloadingManager):
         """
         ready = self.ram.ready_keys()
         for number, (pace, queue) in enumerate(zip(self._paces, self._queues, strict=True)):
-            if pace.tier.get_stats().down_reason or (numbers is not None and number not in numbers):
+            stats = pace.tier.get_stats()
+            if stats.closed_reason or stats.down_reason or (numbers is not None and number not in numbers):
                 queue.clear()
                 continue
             below = pace.tier.lookup(ready)

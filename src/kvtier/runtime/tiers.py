@@ -22,6 +22,7 @@ from kvtier.runtime.values import Checks, checked, number, one_of, parse_size, w
 from kvtier.tiers.shared import SharedConfig, ValkeyStore, parse_valkey_url
 from kvtier.tiers.shared.store import Store
 from kvtier.tiers.shared.tier import MIN_ABSENT_S
+from kvtier.tiers.shared.valkey_config import VALKEY_OPTIONS
 
 DISK = "disk"
 MAX_EPOCH = 2**32
@@ -49,7 +50,7 @@ _VALKEY = StoreKind(
     name="valkey",
     parse=parse_valkey_url,
     make=ValkeyStore,
-    options=("ttl", "prefix", "username", "password_env", "password_file", "ca_file", "cert_file", "key_file"),
+    options=VALKEY_OPTIONS,
 )
 STORES: dict[str, StoreKind] = {
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _VALKEY),
