@@ -53,11 +53,9 @@ def disk_settings(folder: Path | None, capacity: str | None) -> dict[str, Any] |
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises ConfigurationError for a setting that cannot work, before anything is started."""
-    from kvtier.runtime import check_folders, parse_config
+    from kvtier.runtime import check_tiers, parse_config
 
-    config = parse_config({key: value for key, value in settings.items() if value is not None})
-    if config.disk is not None:
-        check_folders(config.disk)
+    check_tiers(parse_config({key: value for key, value in settings.items() if value is not None}).tiers)
 
 
 def server_command(model: str, settings: Mapping[str, Any], vllm_arguments: Sequence[str]) -> list[str]:
