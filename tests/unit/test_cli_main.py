@@ -86,6 +86,15 @@ def test_serve_with_a_disk(capsys, tmp_path):
     assert disk == {"path": str(tmp_path), "capacity": "20GiB"}
 
 
+def test_serve_leaves_a_server_with_lower_tiers_time_to_stop(capsys, tmp_path):
+    disk = ("--disk", str(tmp_path), "--disk-capacity", "20GiB")
+    assert serve_dry_run(capsys, "m", *disk, "--dry-run")[-2:] == ["--shutdown-timeout", "10"]
+    assert serve_dry_run(capsys, "m", "--tier", "valkey://cache", "--dry-run")[-2:] == ["--shutdown-timeout", "10"]
+    assert "--shutdown-timeout" not in serve_dry_run(capsys, "m", "--dry-run")
+    for mine in (["--shutdown-timeout", "3"], ["--shutdown_timeout=3"]):
+        assert serve_dry_run(capsys, "m", *disk, "--dry-run", "--", *mine)[-len(mine) :] == mine
+
+
 def test_serve_with_shared_tiers(capsys, tmp_path):
     urls = [f"disk://{tmp_path}/kv?capacity=20GiB", "valkey://cache:6379?ttl=1d&connections=8"]
     command = serve_dry_run(capsys, "m", "--tier", urls[0], "--tier", urls[1], "--dry-run")

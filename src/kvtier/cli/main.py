@@ -46,7 +46,7 @@ def _root() -> None:
 @app.command(
     epilog=examples(
         "kvtier serve Qwen/Qwen3-8B --ram 32GiB -- --port 8000 --max-model-len 16384",
-        "kvtier serve ./model --ram 8GiB --disk /var/cache/kvtier --disk-capacity 200GiB -- --shutdown-timeout 10",
+        "kvtier serve ./model --ram 8GiB --disk /var/cache/kvtier --disk-capacity 200GiB",
         "kvtier serve ./model --ram 8GiB --tier 'valkey://cache.internal:6379?ttl=1d' -- --port 8000",
         "kvtier serve ./model --ram 8GiB --set blocks_per_chunk=4 --dry-run",
     )
