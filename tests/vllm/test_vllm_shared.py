@@ -234,3 +234,15 @@ def test_a_store_that_is_killed_under_an_engine_costs_hits_and_nothing_else(expe
         if ask.num_cached == IN_BLOCKS * BLOCK:
             break
         assert time.monotonic() < give_up_at_s, "what is stored after the store is back is not found"
+
+
+def test_vllm_hears_where_blocks_are():
+    from vllm.v1.kv_offload.base import Locality, Medium
+
+    from kvtier.adapters.vllm.manager import _to_vllm
+    from kvtier.events import OffloadingEvent
+
+    events = [_to_vllm(OffloadingEvent([b"key"], medium, False)) for medium in ("CPU", "DISK", "VALKEY")]
+    assert [event.medium for event in events] == [Medium.CPU, Medium.STORAGE, Medium.STORAGE]
+    assert [event.locality for event in events] == [None, Locality.LOCAL, Locality.REMOTE]
+    assert [event.ownership for event in events] == [None, "DISK", "VALKEY"]
