@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,10 @@ class S3Server:
         }
         return S3Config(prefix=prefix, **settings)
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()
@@ -159,11 +164,11 @@ def error_answer(status: int, code: str) -> Answer:
 
 
 class AnsweringProxy:
-    """Before a server: what `answer` has an answer for, by method and path, does not get there. `seen` are the methods
-    and paths so far."""
+    """Before a server: what `answer` has an answer for, by method, path and headers, does not get there. `seen` are the
+    methods and paths so far."""
 
     def __init__(self, server_port: int) -> None:
-        self.answer: Callable[[str, str], Answer | None] = lambda method, path: None
+        self.answer: Callable[[str, str, Message], Answer | None] = lambda method, path, headers: None
         self.seen: list[tuple[str, str]] = []
         proxy = self
 
@@ -179,7 +184,7 @@ class AnsweringProxy:
             def _handle(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 proxy.seen.append((self.command, self.path))
-                answer = proxy.answer(self.command, self.path)
+                answer = proxy.answer(self.command, self.path, self.headers)
                 if answer is None:
                     self._pass_on(body)
                     return
@@ -210,7 +215,7 @@ class AnsweringProxy:
 
             do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle  # noqa: N815
 
-            def log_message(self, format: str, *args: object) -> None:
+            def log_message(self, *args: object) -> None:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers.shared.envelope import Identity, Rejection, value_bytes
 from kvtier.tiers.shared.own_loop import OwnLoop, each, on_a_thread
 from kvtier.tiers.shared.s3_config import S3Config
-from kvtier.tiers.shared.s3_errors import ExistsError, MissingError, ServerError, meaning_of
+from kvtier.tiers.shared.s3_errors import DeniedError, ExistsError, MissingError, ServerError, meaning_of
 from kvtier.tiers.shared.store import BlockTransfer, StoreRefusedError, StoreTimeoutError, StoreUnreachableError
 from kvtier.tiers.shared.whole_values import seal, size_of, unseal
 from kvtier.transfers.affinity import use_every_core_of_this_process
@@ -54,20 +55,24 @@ class S3Store:
         except ImportError:
             raise ConfigurationError("an S3 tier needs obstore; install it with: pip install 'kvtier[s3]'") from None
         self.config = config
+        self._state = _State()
 
     @property
     def place(self) -> str:
         return self.config.place
 
     def connect(self, deadline_s: float) -> S3Connection:
+        """Asks the server nothing if it has answered to another connection, and failed none since: what then runs over
+        this one can be broken off, connecting cannot."""
         if deadline_s <= time.monotonic():
             raise StoreTimeoutError("there was no time left to connect")
 
         def connect() -> S3Connection:
             use_every_core_of_this_process()  # obstore's threads, which the first of its calls makes, inherit this
-            connection = S3Connection(self.config, self._client(deadline_s - time.monotonic()))
+            connection = S3Connection(self.config, self._client(deadline_s - time.monotonic()), self._state)
             try:
-                connection.ping(deadline_s)
+                if not self._state.is_up:
+                    connection.ping(deadline_s)
             except BaseException:
                 connection.close()
                 raise
@@ -129,16 +134,26 @@ def _provider(config: S3Config) -> Callable[[], dict[str, Any]] | None:
     return lambda: signed_with
 
 
+@dataclass(slots=True)
+class _State:
+    """What the connections of a store know together."""
+
+    is_up: bool = False
+    """It has answered, and failed no connection since."""
+    can_create: bool = True
+    """It knows how to put what is absent only."""
+
+
 class S3Connection:
     """A `StoreConnection`. `client` is an `obstore.store.S3Store` that sees nothing outside the prefix."""
 
-    def __init__(self, config: S3Config, client: Any) -> None:
+    def __init__(self, config: S3Config, client: Any, state: _State) -> None:
         self._config = config
+        self._state = state
         self._client = client
         self._loop = OwnLoop()
         self._spare: list[npt.NDArray[np.uint8]] = []
         """Values to be filled again, all of one size."""
-        self._can_create = True
 
     def ping(self, deadline_s: float) -> None:
         async def ping() -> None:
@@ -203,8 +218,12 @@ class S3Connection:
         """As a connection's methods have to raise."""
         try:
             self._loop.run(work, deadline_s)
-        except ServerError as error:
-            raise StoreUnreachableError(str(error)) from None
+        except BaseException as error:
+            self._state.is_up = False
+            if isinstance(error, ServerError):
+                raise StoreUnreachableError(str(error)) from None
+            raise
+        self._state.is_up = True
 
     async def _call(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, **options: Any) -> T:
         """A call of obstore's. Raises what its errors mean."""
@@ -245,7 +264,7 @@ class S3Connection:
                 block.succeed(0)
                 return
             await self._put(name, block, is_new=size is None and not overwrite)
-        except ServerError as error:
+        except (DeniedError, ServerError) as error:  # whoever may only read goes on reading
             block.fail(str(error))
         except ExistsError:
             if await self._size(name) == size_of(block):
@@ -261,14 +280,14 @@ class S3Connection:
             self._spare.clear()
         value = self._spare.pop() if self._spare else np.empty(size, np.uint8)
         seal(block, value)
-        if is_new and self._can_create:
+        if is_new and self._state.can_create:
             try:
                 await self._call(self._client.put_async, name, value.data, mode="create", use_multipart=False)
             except ServerError as error:
                 if error.reply.status != HTTPStatus.NOT_IMPLEMENTED:
                     raise
-                self._can_create = is_new = False
-        if not (is_new and self._can_create):
+                self._state.can_create = is_new = False
+        if not (is_new and self._state.can_create):
             await self._call(self._client.put_async, name, value.data, mode="overwrite", use_multipart=False)
         self._spare.append(value)  # not after an error: obstore may be sending it still
 

@@ -40,6 +40,10 @@ class ServerError(KVTierError):
         self.reply = reply
 
 
+class DeniedError(StoreRefusedError):
+    """The login is good, and does not suffice for this."""
+
+
 class MissingError(KVTierError):
     """There is no such object."""
 
@@ -66,10 +70,14 @@ def meaning_of(error: BaseException, bucket: str) -> KVTierError:
         return MissingError("it is not there")
     if reply.status is None and not _ROLE.search(text):
         return _breakage(text)
-    return _refusal(text, reply, bucket) or ServerError(reply)
+    if refusal := _refusal(text, reply, bucket):
+        return StoreRefusedError(refusal)
+    if reply.status == 403:
+        return DeniedError(f"the server denies access: {reply}; needed: {RIGHTS}")
+    return ServerError(reply)
 
 
-def _refusal(text: str, reply: Reply, bucket: str) -> StoreRefusedError | None:
+def _refusal(text: str, reply: Reply, bucket: str) -> str:
     reason = ""
     if _ROLE.search(text):
         reason = "there are no credentials: none in the URL or the environment, and this machine has no role"
@@ -77,13 +85,11 @@ def _refusal(text: str, reply: Reply, bucket: str) -> StoreRefusedError | None:
         reason = "the server refuses the login: its clock and that of this machine differ too much"
     elif reply.code in _LOGIN or reply.status == 401:
         reason = f"the server refuses the login: {reply}"
-    elif reply.status == 403:
-        reason = f"the server denies access: {reply}; needed: {RIGHTS}"
     elif reply.code in ("NoSuchBucket", "InvalidBucketName"):
         reason = f"the server has no bucket {bucket!r}: {reply}"
     elif reply.code in _OTHER_REGION or reply.status in (301, 307):
         reason = f"the bucket {bucket!r} is in another region; allowed: region=REGION"
-    return StoreRefusedError(reason) if reason else None
+    return reason
 
 
 def _breakage(text: str) -> KVTierError:
