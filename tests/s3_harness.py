@@ -84,6 +84,7 @@ class S3Server:
         command += [f"-filer.localSocket={self.folder}/f", f"-s3.localSocket={self.folder}/s"]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
         command += ["-master.volumeSizeLimitMB=64", "-volume.max=100"]
+        command += ["-master.electionTimeout=300ms", "-master.heartbeatInterval=50ms"]  # alone, it is soon elected
         for name, port in self._ports.items():
             service, _, grpc = name.partition(".")
             command.append(f"-{service}.port{'.' * bool(grpc)}{grpc}={port}")
@@ -152,6 +153,9 @@ class S3Server:
     def stop(self) -> None:
         self.kill()
         self._folder.cleanup()
+        for path in Path("/tmp").glob("seaweedfs-*-grpc-*.sock"):  # it has no option for where these are
+            if any(path.name.endswith(f"-grpc-{port}.sock") for port in self._ports.values()):
+                path.unlink(missing_ok=True)
 
 
 Answer = tuple[int, bytes]
