@@ -177,6 +177,7 @@ def certificate_for(folder: Path, name: str) -> tuple[str, str]:
     certificate, key = folder / f"{name[:3]}.pem", folder / f"{name[:3]}.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-subj", "/CN=kvtier test", "-addext", f"subjectAltName={name}", "-days", "2"]
+    command += ["-addext", "basicConstraints=critical,CA:FALSE"]  # some clients take no authority's for a server's
     subprocess.run([*command, "-out", certificate, "-keyout", key], check=True, capture_output=True)
     return str(certificate), str(key)
 
