@@ -87,7 +87,8 @@ def _restore(volumes: Sequence[Volume], num_places: int, epoch: int) -> OpenedCa
     def column(name: str) -> npt.NDArray[Any]:
         # one field at a time: 100,000 whole records are 13 MB
         if len(volumes) == 1:
-            return volumes[0].table.records[name][volumes[0].places[order]]
+            fields: npt.NDArray[Any] = volumes[0].table.records[name][volumes[0].places[order]]
+            return fields
         return np.concatenate([volume.table.records[name][volume.places] for volume in volumes])[order]
 
     places = np.concatenate([volume.places * len(volumes) + i for i, volume in enumerate(volumes)])
