@@ -309,7 +309,10 @@ def test_without_an_identity_there_is_no_shared_tier(own_server: ValkeyServer) -
 
 
 def test_a_tier_that_is_refused_leaves_no_other_open(server: ValkeyServer, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     config = parse_config({"ram": 1, "tiers": [url_of(server), f"disk://{tmp_path}/kv?capacity=5000"]})
     with pytest.raises(ConfigurationError, match="the disk capacity is 5000 bytes"):
         build_stack(config, np.zeros((2, SLOT_BYTES), np.uint8), Identity(NAMESPACE))
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-shared")]
+    for thread in set(threading.enumerate()) - before:
+        thread.join(GIVE_UP_S)
+        assert not thread.is_alive(), thread.name
