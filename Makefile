@@ -56,7 +56,7 @@ bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside
 	$(BIN)/python benchmarks/copies.py
 	$(BIN)/python benchmarks/disk.py --dir $(or $(DISK),/var/tmp)
 	$(BIN)/python benchmarks/valkey.py
-	$(BIN)/python benchmarks/shared_ttft.py
+	$(BIN)/python benchmarks/shared_ttft.py --stores valkey,s3
 
 soak: $(VENV)/.engine  ## ten million simulated operations, long state machines, twenty kills of a real engine (an hour)
 	$(BIN)/kvtier simulate --seeds 0:9100 --timings
