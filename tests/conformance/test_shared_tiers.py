@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,15 @@ import pytest
 from kvtier.testing import UnboundedTierConformance
 from kvtier.tier_interfaces import Tier
 from kvtier.tiers.memory import MemoryEpochStore
-from kvtier.tiers.shared import SharedConfig, SharedTier, ValkeyConfig, ValkeyStore
+from kvtier.tiers.shared import (
+    MooncakeConfig,
+    MooncakeStore,
+    SharedConfig,
+    SharedTier,
+    ValkeyConfig,
+    ValkeyStore,
+)
+from mooncake_harness import MooncakeMaster, SegmentOwner
 from valkey_harness import NAMESPACE, ValkeyServer
 
 
@@ -49,3 +58,40 @@ class TestValkeyTierOddSize(TestValkeyTier):
     slot_bytes = 5003
     num_connections = 1
     ttl_s = 3600
+
+
+@pytest.fixture(scope="module")
+def mooncake_port() -> Iterator[int]:
+    """Of a master, to which a process of its own lends RAM."""
+    master = MooncakeMaster()
+    owner = SegmentOwner(master)
+    yield master.port
+    owner.kill()
+    master.stop()
+
+
+class TestMooncakeTier(UnboundedTierConformance):
+    durable = True
+    answers_at_once = False
+    num_connections = 4
+
+    @pytest.fixture(autouse=True)
+    def _master(self, mooncake_port: int) -> None:
+        self.port = mooncake_port
+        self.namespace = os.urandom(32)  # the store is empty for it
+        self.epochs = MemoryEpochStore()
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        store = MooncakeStore(MooncakeConfig("127.0.0.1", self.port))
+        config = SharedConfig(self.namespace, num_connections=self.num_connections)
+        return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
+
+    def advance_epoch(self) -> int:
+        return self.epochs.advance()
+
+
+class TestMooncakeTierOddSize(TestMooncakeTier):
+    """Blocks of no particular size, over one connection."""
+
+    slot_bytes = 5003
+    num_connections = 1

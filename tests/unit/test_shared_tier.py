@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvtier.errors import ConfigurationError, ManagerUsageError
@@ -47,6 +48,13 @@ class FakeStore:
         self.errors: dict[str, list[Exception]] = {}
         self.asked: list[list[OffloadKey]] = []
         self.calls: list[str] = []
+
+    def attach(self, pool: npt.NDArray[np.uint8]) -> None:
+        self.calls.append("attach")
+
+    def detach(self, deadline_s: float) -> bool:
+        self.calls.append("detach")
+        return True
 
     def connect(self, deadline_s: float) -> StoreConnection:
         self.calls.append("connect")
