@@ -53,6 +53,11 @@ class Process:
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
+        until_s = time.monotonic() + GIVE_UP_S
+        for status in Path(f"/proc/{self.process.pid}/task").glob("*/status"):
+            while "State:\tT" not in status.read_text():
+                assert time.monotonic() < until_s, "it does not freeze"
+                time.sleep(0.001)
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)

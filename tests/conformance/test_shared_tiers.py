@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
@@ -90,8 +91,34 @@ class TestMooncakeTier(UnboundedTierConformance):
         return self.epochs.advance()
 
 
+class _KeptClient(MooncakeStore):
+    """A client takes a second to close: this one is kept, as if this were one process more."""
+
+    def __init__(self, config: MooncakeConfig, clients: list[Any]) -> None:
+        super().__init__(config)
+        self._clients = clients
+
+    def _set_up(self, address: str) -> Any:
+        if not self._clients:
+            self._clients.append(super()._set_up(address))
+        elif self._clients[0].register_buffer(self._pool.ctypes.data, self._pool.nbytes) != 0:
+            raise AssertionError("the pool cannot be registered")
+        return self._clients[0]
+
+    def _tear_down(self) -> None:
+        for memory in (self._pool, *self._seals):
+            assert self._client.unregister_buffer(memory.ctypes.data) == 0
+
+
 class TestMooncakeTierOddSize(TestMooncakeTier):
-    """Blocks of no particular size, over one connection."""
+    """Blocks of no particular size, over one connection, and a client that stays."""
 
     slot_bytes = 5003
     num_connections = 1
+
+    clients: ClassVar[list[Any]] = []
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        store = _KeptClient(MooncakeConfig("127.0.0.1", self.port), self.clients)
+        config = SharedConfig(self.namespace, num_connections=self.num_connections)
+        return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))

@@ -36,9 +36,10 @@ PREFIX = "kvtier:"
 """What the names of all objects begin with."""
 SEAL_BYTES = value_bytes(MAX_KEY_BYTES, 0)
 """Room for what stands beside a block: header and checksum."""
-MAX_RUN = 256
-"""Blocks moved by one call."""
-MAX_LEFT_CALLS = 16
+MAX_RUN = 8
+"""Blocks moved by one call. A machine that is frozen costs `MC_TCP_STATUS_TIMEOUT_SEC` for each piece of a block, two a
+block, over `MC_TCP_LANES_PER_PEER` connections at once: all calls together have to be through before `GIVES_UP_S`."""
+MAX_LEFT_CALLS = 8
 """So many calls that hang, and what they hold, are borne; then the store is down until some of them end."""
 GIVES_UP_S = 50.0
 """Mooncake gives a transfer up after 60 s, returns, and lets it go on. A call that failed later than this may have."""
@@ -46,7 +47,9 @@ LIMITS = {
     "MC_RPC_TIMEOUT_MS": "1000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "1",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_LANES_PER_PEER": "8",
 }
 """Of Mooncake's client, which knows them as environment variables alone. Those that are set already stay."""
 
