@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from kvtier.tiers.shared.envelope import (
 )
 from kvtier.tiers.shared.mooncake_config import MooncakeConfig
 from kvtier.tiers.shared.mooncake_master import check_master
-from kvtier.tiers.shared.native_calls import CallThread, LeftCalls, NativeCall
+from kvtier.tiers.shared.native_calls import CallThread, LeftCalls, NativeCall, Result
 from kvtier.tiers.shared.store import BlockTransfer, StoreTimeoutError, StoreUnreachableError
 
 PREFIX = "kvtier:"
@@ -53,6 +53,8 @@ LIMITS = {
 }
 """Of Mooncake's client, which knows them as environment variables alone. Those that are set already stay."""
 
+_Move = Callable[[Sequence[BlockTransfer]], list[int]]
+_IS_THERE = 1
 _NO_ROOM, _NO_SEGMENT_ROOM = -10, -200
 _SIZE_DIFFERS = (-600, -800)
 """Among other things: the value has another size than the buffers."""
@@ -233,15 +235,8 @@ class MooncakeConnection:
             self._load_run(blocks[begin : begin + MAX_RUN], deadline_s)
 
     def store(self, blocks: Sequence[BlockTransfer], overwrite: bool, deadline_s: float) -> None:
-        identity, keys = blocks[0].identity, [block.key for block in blocks]
         if overwrite:
-            self.remove(identity, keys, deadline_s)
-        else:
-            there = self._exist(_names(identity, keys), deadline_s)
-            for block, is_there in zip(blocks, there, strict=True):
-                if is_there:
-                    block.succeed(0)
-            blocks = [block for block in blocks if not block.done]
+            self.remove(blocks[0].identity, [block.key for block in blocks], deadline_s)
         for begin in range(0, len(blocks), MAX_RUN):
             self._store_run(blocks[begin : begin + MAX_RUN], deadline_s)
 
@@ -265,7 +260,12 @@ class MooncakeConnection:
 
     # -- private ---------------------------------------------------------------------------------------------
 
-    def _call(self, function: Any, deadline_s: float, ended: Any = None) -> Any:
+    def _call(
+        self,
+        function: Callable[[], Result],
+        deadline_s: float,
+        ended: Callable[[Result, float], bool] | None = None,
+    ) -> Result:
         try:
             return self._thread.call(function, deadline_s, ended)
         except StoreUnreachableError as error:
@@ -273,28 +273,52 @@ class MooncakeConnection:
             raise
 
     def _exist(self, names: list[str], deadline_s: float) -> list[bool]:
-        codes = self._call(lambda: self._client.batch_is_exist(names), deadline_s)
+        codes: list[int] = self._call(lambda: self._client.batch_is_exist(names), deadline_s)
         _check_master_answers(codes)
         return [code == 1 for code in codes]
 
-    def _move(self, move: Any, blocks: Sequence[BlockTransfer], deadline_s: float) -> list[int]:
-        """What `move` says of each block."""
-        assert self._seals is not None
-        names = _names(blocks[0].identity, [block.key for block in blocks])
-        seal, pointers, sizes = self._seals.ctypes.data, [], []
-        for row, block in enumerate(blocks):
-            pointers.append([block.buffer.ctypes.data, seal + row * SEAL_BYTES])
-            sizes.append([block.buffer.nbytes, value_bytes(len(block.key), 0)])
-        codes: list[int] = self._call(lambda: move(names, pointers, sizes), deadline_s, _has_ended)
+    def _move(self, move: _Move, blocks: Sequence[BlockTransfer], deadline_s: float) -> list[int]:
+        """What `move` says of each block. One call, for a thread more is involved in each."""
+        codes = self._call(lambda: move(blocks), deadline_s, _has_ended)
         if len(codes) != len(blocks):
             raise StoreUnreachableError("Mooncake's client is of no use any more")
         _check_master_answers(codes)
         return codes
 
-    def _load_run(self, blocks: Sequence[BlockTransfer], deadline_s: float) -> None:
+    def _pieces(self, blocks: Sequence[BlockTransfer]) -> tuple[list[str], list[list[int]], list[list[int]]]:
+        """Names, addresses, sizes: a slot and a seal each."""
+        assert self._seals is not None
+        seal, pointers, sizes = self._seals.ctypes.data, [], []
+        for row, block in enumerate(blocks):
+            pointers.append([block.buffer.ctypes.data, seal + row * SEAL_BYTES])
+            sizes.append([block.buffer.nbytes, value_bytes(len(block.key), 0)])
+        return _names(blocks[0].identity, [block.key for block in blocks]), pointers, sizes
+
+    def _get(self, blocks: Sequence[BlockTransfer]) -> list[int]:
+        """On the thread of the calls."""
         assert self._seals is not None
         self._seals[: len(blocks)] = 0
-        codes = self._move(self._client.batch_get_into_multi_buffers, blocks, deadline_s)
+        codes: list[int] = self._client.batch_get_into_multi_buffers(*self._pieces(blocks))
+        return codes
+
+    def _put(self, blocks: Sequence[BlockTransfer]) -> list[int]:
+        """On the thread of the calls. Leaves alone what is there."""
+        assert self._seals is not None
+        names = _names(blocks[0].identity, [block.key for block in blocks])
+        codes: list[int] = self._client.batch_is_exist(names)
+        missing = [block for block, code in zip(blocks, codes, strict=False) if code == 0]
+        for row, block in enumerate(missing):
+            header = header_of(block.identity, block.key, block.buffer.nbytes)
+            checksum = BlockChecksum(header)
+            checksum.update(block.buffer.data)
+            seal = header + checksum.value()
+            self._seals[row, : len(seal)] = np.frombuffer(seal, np.uint8)
+        put = iter(self._client.batch_put_from_multi_buffers(*self._pieces(missing)) if missing else [])
+        return [next(put) if code == 0 else code for code in codes]
+
+    def _load_run(self, blocks: Sequence[BlockTransfer], deadline_s: float) -> None:
+        assert self._seals is not None
+        codes = self._move(self._get, blocks, deadline_s)
         for row, (block, code) in enumerate(zip(blocks, codes, strict=True)):
             if code == value_bytes(len(block.key), block.buffer.nbytes):
                 _verify(block, self._seals[row].tobytes())
@@ -313,16 +337,11 @@ class MooncakeConnection:
         return size >= 0 and size != value_bytes(len(block.key), block.buffer.nbytes)
 
     def _store_run(self, blocks: Sequence[BlockTransfer], deadline_s: float) -> None:
-        assert self._seals is not None
-        for row, block in enumerate(blocks):
-            header = header_of(block.identity, block.key, block.buffer.nbytes)
-            checksum = BlockChecksum(header)
-            checksum.update(block.buffer.data)
-            seal = header + checksum.value()
-            self._seals[row, : len(seal)] = np.frombuffer(seal, np.uint8)
-        codes = self._move(self._client.batch_put_from_multi_buffers, blocks, deadline_s)
+        codes = self._move(self._put, blocks, deadline_s)
         for block, code in zip(blocks, codes, strict=True):
-            if code == 0:
+            if code == _IS_THERE:
+                block.succeed(0)
+            elif code == 0:
                 block.succeed(block.buffer.nbytes)
             else:
                 block.fail(_reason(code))
