@@ -257,6 +257,31 @@ def test_owner_frozen_costs_misses_until_it_thaws(master: MooncakeMaster, owner:
     driver.close()
 
 
+@pytest.mark.slow
+def test_closes_once_a_frozen_owner_is_given_up(master: MooncakeMaster, owner: SegmentOwner) -> None:
+    driver = open_driver(master, {**PATIENT, "transfer_timeout_s": 1000.0})
+    keys = make_keys(8)
+    driver.store(keys)
+    owner.freeze()
+    job = driver.submit_load(keys)
+    before = threading.active_count()
+    driver.close()
+    assert not any(driver.finish(job).succeeded)
+    assert threading.active_count() < before
+
+
+def test_lends_ram_while_it_is_there(master: MooncakeMaster) -> None:
+    lender, borrower = open_driver(master, segment_bytes=16 << 20), open_driver(master)
+    keys = make_keys(4)
+    assert borrower.store(keys) is not None
+    assert check_loads(borrower, keys) == [True] * 4
+    assert lender.ready(keys) == keys
+    assert check_loads(lender, keys) == [True] * 4
+    lender.close()
+    assert check_loads(borrower, keys) == [False] * 4
+    borrower.close()
+
+
 def test_full_sheds_stores_and_goes_on(master: MooncakeMaster) -> None:
     owner = SegmentOwner(master, 16 << 20)
     driver = open_driver(master)
@@ -455,6 +480,17 @@ def test_too_many_calls_that_hang_shut_the_store_off(
     gate.set()
     driver.finish(first)
     wait_until_it_works(driver)
+    driver.close()
+
+
+def test_closes_once_the_client_is_set_up(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    set_up = MooncakeStore._set_up
+    monkeypatch.setattr(MooncakeStore, "_set_up", lambda *args: gate.wait(GIVE_UP_S) and set_up(*args))
+    driver = open_driver(master, QUICK)
+    assert "not set up in time" in tier_of(driver).down_reason
+    assert not driver.tier.close(), "it is about to register the pool"
+    gate.set()
     driver.close()
 
 

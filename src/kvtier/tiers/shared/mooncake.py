@@ -6,6 +6,7 @@ do not promise (to return at all) their threads do: see `native_calls`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -103,8 +104,9 @@ class MooncakeStore:
         with self._lock:
             self._is_detached = True
             setting_up = self._setting_up
-        if setting_up is not None:
-            setting_up.wait(deadline_s)
+        if setting_up is not None and setting_up.wait(deadline_s):
+            with contextlib.suppress(Exception):  # there is no client then
+                self._take_client(setting_up)
         with self._lock:
             if self._setting_up is not None or len(self._left):
                 return False
@@ -113,11 +115,12 @@ class MooncakeStore:
             if self._tearing_down is None:
                 self._tearing_down = self._call_apart("tears-down", self._tear_down)
             tearing_down = self._tearing_down
-        if tearing_down.wait(deadline_s):
-            with self._lock:
-                self._client = None
-                self._pool = np.empty((0, 0), np.uint8)
-        return self._client is None
+        if not tearing_down.wait(deadline_s):
+            return False
+        with self._lock:
+            self._client = None
+            self._pool = np.empty((0, 0), np.uint8)
+        return True
 
     def connect(self, deadline_s: float) -> MooncakeConnection:
         address = check_master(self.config.host, self.config.port, deadline_s)
@@ -142,7 +145,7 @@ class MooncakeStore:
         return seals
 
     def give_back_seals(self, seals: npt.NDArray[np.uint8]) -> None:
-        """Registered, and nothing touches them any more."""
+        """Registered, and nothing touches them any more. For the next connection."""
         with self._lock:
             self._free_seals.append(seals)
 
@@ -160,13 +163,17 @@ class MooncakeStore:
             setting_up = self._setting_up
         if not setting_up.wait(deadline_s):
             raise StoreTimeoutError("the client was not set up in time")
+        return self._take_client(setting_up)
+
+    def _take_client(self, setting_up: NativeCall[Any]) -> Any:
+        """Of a call that is over. Raises what it has raised: the next one to ask begins anew."""
         with self._lock:
             if self._setting_up is setting_up:
                 self._setting_up = None
-        client = setting_up.result()
-        with self._lock:
-            self._client = client
-        return client
+            client = setting_up.result()
+            if self._client is None:
+                self._client = client
+            return client
 
     def _set_up(self, address: str) -> Any:
         from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415
@@ -212,7 +219,6 @@ class MooncakeConnection:
         self._client = client
         self._thread = thread
         self._seals = seals
-        self._is_stuck = False
 
     def open(self, deadline_s: float) -> None:
         """Registers memory where it has to, and pings."""
@@ -255,7 +261,7 @@ class MooncakeConnection:
     def close(self) -> None:
         self._thread.close()
         seals, self._seals = self._seals, None
-        if seals is not None and not self._is_stuck:
+        if seals is not None:
             self._store.give_back_seals(seals)
 
     # -- private ---------------------------------------------------------------------------------------------
@@ -269,7 +275,10 @@ class MooncakeConnection:
         try:
             return self._thread.call(function, deadline_s, ended)
         except StoreUnreachableError as error:
-            self._is_stuck = error.stuck is not None
+            seals = self._seals
+            if error.stuck is not None and seals is not None:
+                self._seals = None
+                error.stuck.when_ended(lambda: self._store.give_back_seals(seals))
             raise
 
     def _exist(self, names: list[str], deadline_s: float) -> list[bool]:

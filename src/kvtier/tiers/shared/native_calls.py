@@ -6,7 +6,7 @@ to know when that is over (`NativeCall.when_ended`), and so many of them are bor
 
 from __future__ import annotations
 
-import logging
+import atexit
 import queue
 import threading
 import time
@@ -15,9 +15,12 @@ from typing import Any, Generic, TypeVar
 
 from kvtier.tiers.shared.store import StoreTimeoutError, StoreUnreachableError
 
-logger = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
+EXIT_S = 5.0
+"""How long an interpreter that exits waits for calls: one that returns after it has gone aborts the process."""
+_running: set[NativeCall[Any]] = set()
+_changed = threading.Condition()
+_exiting = threading.Event()
 
 
 class LeftCalls:
@@ -59,6 +62,8 @@ class NativeCall(Generic[Result]):
 
     def run(self) -> None:
         """On the thread that may be left behind. Raises nothing."""
+        with _changed:
+            _running.add(self)
         begun_s, begun_wall_s = time.monotonic(), time.time()
         goes_on = False
         try:
@@ -76,6 +81,9 @@ class NativeCall(Generic[Result]):
         if not goes_on:
             for then in after:
                 then()
+        with _changed:
+            _running.discard(self)
+            _changed.notify_all()
 
     def abort(self) -> None:
         """Whoever waits for the result waits no longer."""
@@ -129,7 +137,7 @@ class CallThread:
         StoreUnreachableError where it was aborted: as stuck, for the call goes on. So may one that has returned."""
         call = NativeCall(function, ended)
         self._current = call
-        if self._is_aborted:
+        if self._is_aborted or _exiting.is_set():
             raise StoreUnreachableError("broken off")
         self._queue.put(call)
         is_over = call.wait(deadline_s)
@@ -157,3 +165,10 @@ class CallThread:
         while (call := self._queue.get()) is not None:
             call.run()
             del call
+
+
+@atexit.register
+def _wait_for_calls() -> None:
+    _exiting.set()
+    with _changed:
+        _changed.wait_for(lambda: not _running, EXIT_S)
