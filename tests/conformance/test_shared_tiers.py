@@ -14,12 +14,14 @@ from kvtier.tiers.memory import MemoryEpochStore
 from kvtier.tiers.shared import (
     MooncakeConfig,
     MooncakeStore,
+    S3Store,
     SharedConfig,
     SharedTier,
     ValkeyConfig,
     ValkeyStore,
 )
 from mooncake_harness import MooncakeMaster, SegmentOwner
+from s3_harness import S3Server, unique_prefix
 from valkey_harness import NAMESPACE, ValkeyServer
 
 
@@ -59,6 +61,32 @@ class TestValkeyTierOddSize(TestValkeyTier):
     slot_bytes = 5003
     num_connections = 1
     ttl_s = 3600
+
+
+class TestS3Tier(UnboundedTierConformance):
+    durable = True
+    answers_at_once = False
+    num_connections = 4
+
+    @pytest.fixture(autouse=True)
+    def _bucket(self, s3_server: S3Server) -> None:
+        self.s3_config = s3_server.config(unique_prefix())
+        self.epochs = MemoryEpochStore()
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        # a busy machine's answers take their time
+        config = SharedConfig(NAMESPACE, num_connections=self.num_connections, lookup_timeout_s=10.0)
+        return SharedTier(config, S3Store(self.s3_config), self.epochs, make_salt=lambda: bytes(8))
+
+    def advance_epoch(self) -> int:
+        return self.epochs.advance()
+
+
+class TestS3TierOddSize(TestS3Tier):
+    """Blocks of no particular size, over one connection."""
+
+    slot_bytes = 5003
+    num_connections = 1
 
 
 @pytest.fixture(scope="module")

@@ -89,4 +89,6 @@ _URLS = UrlKind(
         "device": ("device", filled),
     },
 )
+MOONCAKE_OPTIONS = frozenset(_URLS.options)
+"""What a URL may name behind its `?`."""
 assert {field for field, _ in _URLS.options.values()} <= {field.name for field in fields(MooncakeConfig)}
