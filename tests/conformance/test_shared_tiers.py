@@ -111,8 +111,12 @@ class TestMooncakeTier(UnboundedTierConformance):
         self.epochs = MemoryEpochStore()
 
     def make_tier(self, capacity_blocks: int) -> Tier:
-        store = MooncakeStore(MooncakeConfig("127.0.0.1", self.port))
-        config = SharedConfig(self.namespace, num_connections=self.num_connections)
+        return self._make_tier(MooncakeStore(MooncakeConfig("127.0.0.1", self.port)))
+
+    def _make_tier(self, store: MooncakeStore) -> Tier:
+        # a busy machine's answers take their time
+        limits = dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s"), 30.0)
+        config = SharedConfig(self.namespace, num_connections=self.num_connections, **limits)
         return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
 
     def advance_epoch(self) -> int:
@@ -147,6 +151,4 @@ class TestMooncakeTierOddSize(TestMooncakeTier):
     clients: ClassVar[list[Any]] = []
 
     def make_tier(self, capacity_blocks: int) -> Tier:
-        store = _KeptClient(MooncakeConfig("127.0.0.1", self.port), self.clients)
-        config = SharedConfig(self.namespace, num_connections=self.num_connections)
-        return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
+        return self._make_tier(_KeptClient(MooncakeConfig("127.0.0.1", self.port), self.clients))
