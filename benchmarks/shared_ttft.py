@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Time to first token of prompts that another engine has computed: loaded from a shared tier, beside computing them.
 
-  benchmarks/shared_ttft.py [MODEL] [--stores valkey,s3] [--tier NAME=URL ...] [--lengths 2010,4010] [--rounds 5]
-                            [--json out.json]
+  benchmarks/shared_ttft.py [MODEL] [--stores valkey,s3,mooncake] [--tier NAME=URL ...] [--lengths 2010,4010]
+                            [--rounds 5] [--json out.json]
 
 --stores are servers of its own on loopback, --tier names one that is there. One engine with all tiers computes every
 prompt and stops when the stores have them. Then a fresh engine for each tier, with nothing but that tier behind an
@@ -38,7 +38,7 @@ HARNESSES = Path(__file__).parents[1] / "tests"
 DEFAULT_MODEL = Path.home() / ".cache/kvtier/models/smollm2-135m-f32"
 
 
-def own_server(kind: str) -> tuple[str, Callable[[], None]]:
+def own_server(kind: str) -> tuple[str, Callable[[], object]]:
     """A server in this benchmark's hands, as the tests start it: its URL, and what stops it."""
     if kind == "valkey":
         from valkey_harness import ValkeyServer
@@ -51,7 +51,13 @@ def own_server(kind: str) -> tuple[str, Callable[[], None]]:
         s3 = S3Server()
         where = f"endpoint=http://127.0.0.1:{s3.port}&credentials_file={s3.credentials_file}&profile=engine"
         return f"s3://{BUCKET}/benchmark?{where}", s3.stop
-    sys.exit(f"--stores: there is no server for {kind!r} here; allowed: valkey, s3, or --tier NAME=URL")
+    if kind == "mooncake":
+        from mooncake_harness import MooncakeMaster, SegmentOwner
+
+        master = MooncakeMaster()
+        owner = SegmentOwner(master, 4 << 30)
+        return f"mooncake://127.0.0.1:{master.port}", lambda: (owner.kill(), master.stop())
+    sys.exit(f"--stores: there is no server for {kind!r} here; allowed: valkey, s3, mooncake, or --tier NAME=URL")
 
 
 class Engine:
