@@ -45,6 +45,7 @@ def test_what_does_not_change_the_bytes_does_not_change_the_identity(dense, usua
     shutil.copytree(dense, copy)
     assert identity(copy) == usual
     assert identity(dense, num_blocks=60, max_num_seqs=8, max_model_len=640, seed=7) == usual
+    assert identity(dense, enable_lora=True, max_loras=4) == identity(dense, enable_lora=True, max_cpu_loras=8)
 
 
 def test_everything_that_changes_the_bytes_changes_the_identity(dense, usual, tmp_path, monkeypatch):
@@ -61,6 +62,8 @@ def test_everything_that_changes_the_bytes_changes_the_identity(dense, usual, tm
         identity(dense, dtype="bfloat16"),
         identity(dense, kv_heads=4),
         identity(dense, prefix_caching_hash_algo="sha256_cbor"),
+        identity(dense, enable_lora=True),
+        identity(dense, enable_lora=True, max_lora_rank=32),
         identity(dense, hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
         identity(dense, tensor_parallel_size=2, distributed_executor_backend="mp"),
     ]
@@ -86,7 +89,6 @@ def test_where_nobody_could_tell_there_is_no_identity(dense, monkeypatch):
     cases = {
         "load_format 'dummy'": {"load_format": "dummy"},
         "PYTHONHASHSEED": {"prefix_caching_hash_algo": "xxhash"},
-        "LoRA": {"enable_lora": True},
     }
     for words, changes in cases.items():
         with pytest.raises(NoIdentityError, match=words) as refusal:

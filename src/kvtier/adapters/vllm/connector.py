@@ -24,6 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier.adapters.vllm.identity import NoIdentityError, identity_fields
+from kvtier.adapters.vllm.lora import watch_loads
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metadata import KVTierConnectorMetadata, KVTierWorkerMetadata
 from kvtier.adapters.vllm.recording import Recording
@@ -80,6 +81,8 @@ class KVTierConnector(OffloadingConnector):
                 tokens_per_hash = group.tokens_per_chunk // group.hashes_per_chunk
                 self._recording = Recording(settings.record_trace, tokens_per_hash)
             self._jobs = JobTable(self._manager.core, self._num_ranks)
+            if vllm_config.lora_config is not None:
+                watch_loads(self._manager.adapters)
             self._compare_waiting(settings.prefill_tokens_per_s)
 
     def _compare_waiting(self, prefill_tokens_per_s: float | None) -> None:
@@ -122,6 +125,9 @@ class KVTierConnector(OffloadingConnector):
         if self._recording is not None:
             self._recording.arrived(request)
         super().on_new_request(request)
+        if request.lora_request is not None:
+            context = self.scheduler._req_status[request.request_id].req_context
+            self._manager.begin_with_adapter(context, request.lora_request)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._recording is not None:
@@ -150,8 +156,9 @@ class KVTierConnector(OffloadingConnector):
         context = manager.context_of(state.req_context)
         if manager.core.still_waiting(context) or self._waits_for_load(request, context):
             return None, False
+        manager.check_adapter(state.req_context, num_computed_tokens)
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if num_tokens is None and not self._is_worth_waiting(state, num_computed_tokens, context):
+        if num_tokens is None and not self._is_worth_waiting(state, num_computed_tokens):
             # what is in flight is absent for this request from now on
             num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if num_tokens is not None:
@@ -164,14 +171,14 @@ class KVTierConnector(OffloadingConnector):
             self._note_load_in_front(request, state)
         return None, False
 
-    def _is_worth_waiting(self, state: RequestOffloadState, num_computed_tokens: int, context: ReqContext) -> bool:
+    def _is_worth_waiting(self, state: RequestOffloadState, num_computed_tokens: int) -> bool:
         """Whether waiting for stores is expected to be quicker than computing what they would save."""
         if self._worth_group is None:
             return True
         group = self.scheduler.config.kv_group_configs[self._worth_group]
         keys = state.group_states[self._worth_group].offload_keys
         first = num_computed_tokens // group.tokens_per_chunk
-        return self._manager.core.worth_waiting(keys[first:], context)
+        return self._manager.worth_waiting(keys[first:], state.req_context)
 
     def _waits_for_load(self, request: Request, context: ReqContext) -> bool:
         """The load that the request waited for is still going on, and its deadline has not passed. O(1)."""
