@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ ADAPTER_SETTINGS = "adapter_config.json"
 """Of a LoRA adapter: its rank and scale are in there."""
 _MAX_KNOWN = 4096
 """Adapters whose digests are remembered."""
+_SETTLED_NS = 2_000_000_000
+"""The coarsest times that filesystems keep."""
 
 
 def namespace_of(fields: Mapping[str, Any]) -> bytes:
@@ -73,10 +76,11 @@ class AdapterContent(NamedTuple):
 class AdapterFiles:
     """The LoRA adapters in folders of this machine. Remembers what it has read while the files stay the same.
 
-    Not for several threads at a time.
+    Not for several threads at a time. `now_ns` is Unix time, as the filesystem's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._now_ns = now_ns
         self._known: dict[Path, AdapterContent] = {}
 
     def read(self, folder: Path) -> AdapterContent | None:
@@ -95,9 +99,11 @@ class AdapterFiles:
         content = AdapterContent(state, _digest_of(paths))
         if _state_of(paths) != state:
             raise FilesChangingError(f"the files in {folder} are being written")
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known[folder] = content
+        if self._now_ns() - max(changed_ns for *_, changed_ns in state) > _SETTLED_NS:
+            # until then another write may leave the same times
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[folder] = content
         return content
 
 
