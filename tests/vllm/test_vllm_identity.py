@@ -94,9 +94,9 @@ def test_where_nobody_could_tell_there_is_no_identity(dense, monkeypatch):
         with pytest.raises(NoIdentityError, match=words) as refusal:
             identity(dense, **changes)
         assert "\n" not in str(refusal.value)
-    assert identity(dense, weights_id="mine", load_format="dummy")["weights"] == ["id", "mine"]
+    assert identity(dense, weights_id="mine", load_format="dummy")["weights"] == {"id": "mine"}
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert identity(dense, prefix_caching_hash_algo="xxhash")["hash"] == ["xxhash", "7"]
+    assert identity(dense, prefix_caching_hash_algo="xxhash")["hash"] == {"algorithm": "xxhash", "seed": "7"}
 
 
 def test_a_model_by_its_name_is_looked_up_on_this_machine_only(dense):

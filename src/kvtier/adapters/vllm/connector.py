@@ -28,7 +28,13 @@ from kvtier.adapters.vllm.lora import watch_loads
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metadata import KVTierConnectorMetadata, KVTierWorkerMetadata
 from kvtier.adapters.vllm.recording import Recording
-from kvtier.adapters.vllm.spec import IDENTITY_KEY, NUM_ENGINES_KEY, ONE_PROCESS_KEY, KVTierOffloadingSpec
+from kvtier.adapters.vllm.spec import (
+    IDENTITY_KEY,
+    NO_IDENTITY_KEY,
+    NUM_ENGINES_KEY,
+    ONE_PROCESS_KEY,
+    KVTierOffloadingSpec,
+)
 from kvtier.adapters.vllm.worker import PooledWorker
 from kvtier.errors import ConfigurationError
 from kvtier.interfaces import CPULoadStoreSpec, ReqContext
@@ -317,14 +323,15 @@ class KVTierConnector(OffloadingConnector):
 def _tell_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_id: str | None) -> None:
     """What the spec cannot see: whose blocks a disk would hold. Where nobody could tell, there is no disk tier."""
     extra_config, parallel = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.parallel_config
+    extra_config[IDENTITY_KEY] = None
     try:
         extra_config[IDENTITY_KEY] = identity_fields(vllm_config, kv_cache_config, weights_id)
     except NoIdentityError as reason:
+        extra_config[NO_IDENTITY_KEY] = str(reason)
         logger.warning("kvtier: no disk tier, blocks stay in RAM only: %s", reason)
-        extra_config[IDENTITY_KEY] = None
     except Exception as error:  # a model with settings of its own kind is no reason not to start
-        logger.error("kvtier: no disk tier, blocks stay in RAM only: this model's identity cannot be told: %r", error)
-        extra_config[IDENTITY_KEY] = None
+        extra_config[NO_IDENTITY_KEY] = f"this model's identity cannot be told: {error!r}"
+        logger.error("kvtier: no disk tier, blocks stay in RAM only: %s", extra_config[NO_IDENTITY_KEY])
     # of independent engines vLLM forgets the number, but for this field
     extra_config[NUM_ENGINES_KEY] = max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size)
 

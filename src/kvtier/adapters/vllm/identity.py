@@ -55,21 +55,29 @@ def identity_fields(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, wei
             "use sha256"
         )
     return {
-        "weights": ["id", weights_id] if weights_id is not None else ["files", weights_of(vllm_config)],
+        "weights": {"id": weights_id} if weights_id is not None else {"files": weights_of(vllm_config)},
         "model": _model_settings(model.hf_config),
         "max_model_len": None if _has_length_free_rope(model) else model.max_model_len,
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "cache_dtype": cache.cache_dtype,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
-        "layout": [cache.kv_cache_layout, str(vllm_config.attention_config.backend)],
-        "groups": [[list(group.layer_names), repr(group.kv_cache_spec)] for group in kv_cache_config.kv_cache_groups],
-        "ranks": [parallel.world_size, parallel.tensor_parallel_size],
+        "layout": {"kv_cache": cache.kv_cache_layout, "attention": str(vllm_config.attention_config.backend)},
+        "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
+        "ranks": {"all": parallel.world_size, "tensor_parallel": parallel.tensor_parallel_size},
         "lora": _lora_settings(vllm_config.lora_config),
-        "hash": [algorithm, DEFAULT_NONE_HASH_SEED if seed is None else seed],
-        "engine": ["vllm", str(vllm.__version__)],
+        "hash": {"algorithm": algorithm, "seed": DEFAULT_NONE_HASH_SEED if seed is None else seed},
+        "engine": {"vllm": str(vllm.__version__)},
         "device": device_layout(),
     }
+
+
+def _group(group: Any) -> dict[str, Any]:
+    """Layers of a KV group, and how their blocks are laid out."""
+    spec = group.kv_cache_spec
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    plain = {name: value if isinstance(value, int | str | None) else repr(value) for name, value in values.items()}
+    return {"layers": list(group.layer_names), "kind": type(spec).__name__, **plain}
 
 
 def weights_of(vllm_config: VllmConfig, find_snapshot: Callable[..., str] | None = None) -> str:

@@ -14,12 +14,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvtier import __version__
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metrics import metric_definitions
 from kvtier.adapters.vllm.worker import CPUPlatformWorker, PooledWorker
 from kvtier.errors import ConfigurationError, KVTierError
-from kvtier.runtime import Identity, build_stack, check_folders, num_slots_for, parse_config
+from kvtier.runtime import Identity, Stack, build_stack, check_folders, num_slots_for, parse_config
 from kvtier.runtime.identity import namespace_of
+from kvtier.runtime.identity_record import LINE_PREFIX, IdentityRecord
 from kvtier.tiers.memory_limits import check_pool_dir
 from kvtier.tiers.ram import RamPool, check_pool_size
 from kvtier.transfers.layout import SLOT_ALIGNMENT_BYTES
@@ -30,6 +32,8 @@ ONE_PROCESS_KEY = "kvtier.one_process"
 """Set by the connector: scheduler and worker share a process, so nobody else has to see the pool."""
 IDENTITY_KEY = "kvtier.identity"
 """Set by the connector in the scheduler: the fields of the namespace of persisted tiers."""
+NO_IDENTITY_KEY = "kvtier.no_identity"
+"""Set with it: why there are none."""
 NUM_ENGINES_KEY = "kvtier.num_engines"
 """Set with it: how many data-parallel engines there are."""
 
@@ -54,6 +58,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self.num_slots = num_slots_for(self.settings, self.slot_bytes) if chunk_bytes else 0
         self._manager: VLLMManager | None = None
         self._worker: PooledWorker | None = None
+        self._fields: dict[str, Any] = {}
+        self._namespace: bytes | None = None
 
     def get_manager(self) -> VLLMManager:
         if self._manager is None:
@@ -68,6 +74,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             except BaseException:
                 pool.close()
                 raise
+            self._log_identity(stack)
             has_reuse_filter, has_disk = settings.store_threshold > 1, settings.disk is not None
             self._manager = VLLMManager(stack, pool, has_reuse_filter, has_disk)
         return self._manager
@@ -78,9 +85,26 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if not fields:
             return None
         parallel = self.config.parallel
-        namespace = namespace_of({**fields, "blocks_per_chunk": self.blocks_per_chunk, "slot_bytes": self.slot_bytes})
+        self._fields = {**fields, "blocks_per_chunk": self.blocks_per_chunk, "slot_bytes": self.slot_bytes}
+        self._namespace = namespace_of(self._fields)
         num_ranks = max(int(self.extra_config[NUM_ENGINES_KEY]), parallel.data_parallel_index + 1)
-        return Identity(namespace, self.config.model.name, parallel.data_parallel_index, num_ranks)
+        return Identity(self._namespace, self.config.model.name, parallel.data_parallel_index, num_ranks)
+
+    def _log_identity(self, stack: Stack) -> None:
+        """One line that says all of it: `kvtier doctor` reads it."""
+        wanted = ["disk"] if self.settings.disk is not None else []
+        if wanted:
+            record = IdentityRecord(
+                namespace=self._namespace.hex() if self._namespace is not None else None,
+                fields=self._fields,
+                reason=self.extra_config.get(NO_IDENTITY_KEY),
+                wanted_tiers=wanted,
+                tiers=[tier.medium.lower() for tier in stack.tiers],
+                model=self.config.model.name,
+                rank=self.config.parallel.data_parallel_index,
+                kvtier=__version__,
+            )
+            logger.info("%s%s", LINE_PREFIX, record.to_json())
 
     def _create_pool(self) -> RamPool:
         pool_dir = self.settings.pool_dir
