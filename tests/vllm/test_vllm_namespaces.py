@@ -1,0 +1,157 @@
+"""Engines in different processes find each other's blocks if, and only if, these are made of the very same things.
+
+The oracle is the table: what changes the bytes of a block or its key, and what does not. Each variant stores blocks of
+its own content for one and the same prompt, in one process; another process looks each up. Two variants that share
+anything would find the content of the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from namespace_process import look
+from vllm_harness import BLOCK, HERE, engine_environment
+
+from valkey_harness import ValkeyServer
+
+LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(3)]
+
+
+ON_DISK = {"disk_name": "usual"}
+WITH_LORA = {"disk_name": "lora"}
+
+
+def rope(theta: float, rope_type: str = "default", **changes: Any) -> dict[str, Any]:
+    settings = {"rope_type": rope_type, "rope_theta": theta, "factor": 2.0}
+    return {"vllm": {"hf_overrides": {"rope_parameters": settings}, **changes}}
+
+
+def lora(**changes: Any) -> dict[str, Any]:
+    return {"vllm": {"enable_lora": True, "max_lora_rank": 8, **changes}}
+
+
+def different(folder: Path, retrained: Path) -> dict[str, dict[str, Any]]:
+    """Any two of these differ in what makes a block, or in whom it is for."""
+    adapter = str(folder / "adapter")
+    return {
+        "the usual": ON_DISK,
+        "other weights": {"model": str(retrained)},
+        "weights by a name": {"disk": {"weights_id": "a"}},
+        "weights by another name": {"disk": {"weights_id": "b"}},
+        "dtype": {"vllm": {"dtype": "bfloat16"}, "layout": {"dtype": "bfloat16"}},
+        "dtype of the cache alone": {"layout": {"dtype": "bfloat16"}},
+        "dtype of the cache by its option": {"vllm": {"kv_cache_dtype": "fp8"}},
+        "prefill that shares KV": {"vllm": {"kv_sharing_fast_prefill": True}},
+        "attention": {"vllm": {"attention_backend": "CPU_ATTN"}},
+        "rope": rope(5e5),
+        "another rope": rope(5e6),
+        "a rope that depends on the length": rope(1e4, "dynamic", max_model_len=640),
+        "another length with that": rope(1e4, "dynamic", max_model_len=960),
+        "the model's own settings": {"vllm": {"hf_overrides": {"rms_norm_eps": 1e-3}}},
+        "block size": {"vllm": {"block_size": 2 * BLOCK}, "layout": {"block_size": 2 * BLOCK}},
+        "chunks of two blocks": {"ours": {"blocks_per_chunk": 2}},
+        "KV heads": {"layout": {"num_kv_heads": 4}},
+        "head size": {"layout": {"head_size": 64}},
+        "the same bytes in another shape": {"layout": {"num_kv_heads": 4, "head_size": 16}},
+        "layers in another order": {"layers": LAYERS[::-1]},
+        "page layout": {"page_layout": "NHD"},
+        "another page layout": {"page_layout": "HND"},
+        "another vLLM": {"elsewhere": {"vllm.__version__": "0.32.1"}},
+        "another processor": {"elsewhere": {"torch.cpu._is_avx512_supported()": "perhaps"}},
+        "ranks": {"vllm": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}},
+        "hash": {"vllm": {"prefix_caching_hash_algo": "sha256_cbor"}},
+        "seed of the hash": {"hash_seed": "1"},
+        "another seed": {"hash_seed": "2"},
+        "a hash that is random without a seed": {
+            "vllm": {"prefix_caching_hash_algo": "xxhash"},
+            "hash_seed": "1",
+        },
+        "salt": {**ON_DISK, "salt": "a"},
+        "another salt": {**ON_DISK, "salt": "b"},
+        "LoRA, none used": {**lora(), **WITH_LORA},
+        "LoRA of another rank": lora(max_lora_rank=16),
+        "adapter": {**lora(), **WITH_LORA, "adapter": ("name", adapter, 1)},
+        "other weights of that adapter": {**lora(), **WITH_LORA, "adapter": ("name", adapter, 2)},
+        "that adapter by another name": {**lora(), **WITH_LORA, "adapter": ("other name", adapter, 1)},
+        "adapter and salt": {**lora(), **WITH_LORA, "adapter": ("name", adapter, 1), "salt": "a"},
+    }
+
+
+def same(copy: Path, folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Which variant each of these is, in other words."""
+    adapter = ("name", str(folder / "adapter"), 1)
+    return {
+        "in another folder": ("the usual", {**ON_DISK, "model": str(copy)}),
+        "other limits": ("the usual", {**ON_DISK, "vllm": {"max_num_seqs": 4, "max_model_len": 640, "seed": 5}}),
+        "with more RAM": ("the usual", {**ON_DISK, "ours": {"ram": "5MiB", "policy": "lru", "deadline_s": 30}}),
+        "the seed that is the default": ("the usual", {**ON_DISK, "hash_seed": "vllm-none-hash"}),
+        "the adapter written anew": ("adapter", {**lora(max_loras=2), **WITH_LORA, "adapter": adapter}),
+    }
+
+
+@pytest.fixture(scope="module")
+def places(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("namespaces")
+    places = {"folder": folder, "copy": folder / "elsewhere", "retrained": folder / "retrained"}
+    for name in ("copy", "retrained"):
+        shutil.copytree(dense, places[name])
+    (weights,) = places["retrained"].glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    return places
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ValkeyServer]:
+    server = ValkeyServer()
+    yield server
+    server.stop()
+
+
+def look_elsewhere(order: dict[str, Any]) -> dict[str, Any]:
+    """In another process: without a seed Python's own hashes are others there."""
+    environment = {**os.environ, **engine_environment()}
+    environment.pop("PYTHONHASHSEED", None)
+    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), str(HERE)])
+    answer = subprocess.run(
+        [sys.executable, str(HERE / "namespace_process.py")],
+        input=json.dumps(order),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr[-4000:]
+    results: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return results
+
+
+def test_blocks_are_found_by_the_same_and_by_nobody_else(dense, places, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # to have it restored; each variant has its own, or none
+    variants = different(places["folder"], places["retrained"])
+    variants["another epoch"] = {**ON_DISK, "epoch": 1, "disk_name": "reset", "reset": True}
+    order = {"model": str(dense), "folder": str(tmp_path), "port": server.port}
+    first = look({**order, "store": True, "variants": variants})
+    assert {(found["disk"], found["valkey"]) for found in first.values()} == {(None, None)}, "another one's was found"
+
+    aliases = same(places["copy"], places["folder"])
+    every = variants | {name: changes for name, (_, changes) in aliases.items()}
+    again = look_elsewhere({**order, "store": False, "variants": every})
+    originals = {name: name for name in variants} | {name: original for name, (original, _) in aliases.items()}
+    content = {name: number for number, name in enumerate(variants, 1)}
+    assert {name: found["valkey"] for name, found in again.items()} == {
+        name: content[original] for name, original in originals.items()
+    }
+    assert {name: found["disk"] for name, found in again.items()} == {
+        name: content[original] if "disk_name" in every[name] and not every[name].get("reset") else None
+        for name, original in originals.items()
+    }
