@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigurationError
+from kvtier.keys import extend_key, make_offload_key
 from kvtier.runtime.identity import AdapterFiles, FilesChangingError, namespace_of, weights_identity
 
 FIELDS = {
@@ -46,21 +47,31 @@ def test_order_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
-def test_other_processes_agree(seed: str) -> None:
+def test_other_processes_agree(tmp_path: Path, seed: str) -> None:
     code = """
-import json, sys
-from kvtier.runtime.identity import namespace_of
-print(namespace_of(json.load(sys.stdin)).hex())
+import json, pathlib, sys
+from kvtier.keys import extend_key, make_offload_key
+from kvtier.runtime.identity import AdapterFiles, namespace_of, weights_identity
+folder = pathlib.Path(sys.argv[1])
+digest = AdapterFiles().read(folder).digest
+key = extend_key(make_offload_key(b"hash", 3), digest)
+print(namespace_of(json.load(sys.stdin)).hex(), weights_identity(folder), digest.hex(), key.hex())
 """
+    folder = make_adapter(tmp_path / "a")
+    write_weights(folder, {"b": 1}, b"more", "model.safetensors")
+    content = AdapterFiles().read(folder)
+    assert content is not None
+    key = extend_key(make_offload_key(b"hash", 3), content.digest)
     answer = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, str(folder)],
         input=json.dumps(FIELDS),
         env={**os.environ, "PYTHONHASHSEED": seed},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert answer.stdout.strip() == namespace_of(FIELDS).hex()
+    expected = [namespace_of(FIELDS).hex(), weights_identity(folder), content.digest.hex(), key.hex()]
+    assert answer.stdout.split() == expected
 
 
 @pytest.mark.parametrize("value", [{1, 2}, float("nan"), b"bytes"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from namespace_process import Lines
 from test_vllm_settings import build_connector
 from vllm_harness import BLOCK, connector_arguments, engine_arguments, prepare_process
+
+from kvtier.cli.main import run
 
 NUM_LAYERS = 3
 
@@ -143,3 +147,39 @@ def test_without_an_identity_the_engine_starts_without_a_disk_and_one_line_says_
     (line,) = {record.getMessage() for record in caplog.records if "disk" in record.getMessage()}
     assert "load_format 'dummy'" in line
     assert "disk.weights_id" in line
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What kvtier has logged, from level INFO on."""
+    prepare_process()
+    import kvtier.adapters.vllm  # sets its level when it is first imported
+
+    assert kvtier.adapters.vllm
+    handler, logger = Lines(), logging.getLogger("kvtier")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()
+    yield handler
+    logger.manager._clear_cache()
+
+
+def test_an_engine_says_what_its_namespace_is_made_of(dense, tmp_path, log, capsys):
+    build_connector(dense, disk_in(tmp_path / "kv"))
+    source = tmp_path / "vllm.log"
+    source.write_text(log.text)
+    capsys.readouterr()
+    assert run(["doctor", str(source), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (cache,) = (tmp_path / "kv").glob("cache-*")
+    assert said["namespace"].startswith(cache.name.removeprefix("cache-"))
+    assert said["fields"].items() >= identity(dense).items()
+    assert said["tiers"] == ["disk"]
+
+
+def test_an_engine_says_why_it_has_none(dense, tmp_path, log, capsys):
+    build_connector(dense, disk_in(tmp_path / "kv"), load_format="dummy")
+    source = tmp_path / "vllm.log"
+    source.write_text(log.text)
+    assert run(["doctor", str(source)]) == 1
+    assert "load_format 'dummy'" in capsys.readouterr().out

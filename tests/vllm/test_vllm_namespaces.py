@@ -25,6 +25,11 @@ from valkey_harness import ValkeyServer
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(3)]
 
 
+IN_KEYS = (
+    *("salt", "another salt", "adapter", "other weights of that adapter", "that adapter by another name"),
+    *("adapter and salt", "another epoch"),
+)
+"""Of one namespace with others: what differs is in the keys, or in the epoch."""
 ON_DISK = {"disk_name": "usual"}
 WITH_LORA = {"disk_name": "lora"}
 
@@ -66,7 +71,10 @@ def different(folder: Path, retrained: Path) -> dict[str, dict[str, Any]]:
         "another page layout": {"page_layout": "HND"},
         "another vLLM": {"elsewhere": {"vllm.__version__": "0.32.1"}},
         "another processor": {"elsewhere": {"torch.cpu._is_avx512_supported()": "perhaps"}},
-        "ranks": {"vllm": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}},
+        "ranks": {
+            "vllm": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+            "layout": {"num_kv_heads": 1},  # each: a block has as many bytes as with one rank
+        },
         "hash": {"vllm": {"prefix_caching_hash_algo": "sha256_cbor"}},
         "seed of the hash": {"hash_seed": "1"},
         "another seed": {"hash_seed": "2"},
@@ -142,6 +150,8 @@ def test_blocks_are_found_by_the_same_and_by_nobody_else(dense, places, server, 
     order = {"model": str(dense), "folder": str(tmp_path), "port": server.port}
     first = look({**order, "store": True, "variants": variants})
     assert {(found["disk"], found["valkey"]) for found in first.values()} == {(None, None)}, "another one's was found"
+    namespaces = {name: found["namespace"] for name, found in first.items() if name not in IN_KEYS}
+    assert len(set(namespaces.values())) == len(namespaces), "told apart by the keys alone, or by luck"
 
     aliases = same(places["copy"], places["folder"])
     every = variants | {name: changes for name, (_, changes) in aliases.items()}

@@ -150,7 +150,7 @@ def _compare(names: list[str], records: list[IdentityRecord], as_json: bool) -> 
 def _table(*columns: str) -> Table:
     table = Table(show_header=True)
     for column in columns:
-        table.add_column(Text(column), overflow="fold")
+        table.add_column(Text(column), overflow="fold", no_wrap=column == "field")
     return table
 
 
