@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_harness import BLOCK, PATIENCE_S, Engine, Prompts
+from vllm_harness import BLOCK, PATIENCE_S, Engine, Prompts, prepare_process
 from vllm_models import make_adapter
 
-from kvtier import ReqContext
+from kvtier import ReqContext, make_offload_key
 
 LENGTH = 6 * BLOCK + 10
 IN_BLOCKS = 6 * BLOCK
@@ -53,13 +53,19 @@ def lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 
 
 def engine_options(folder: Path) -> dict[str, Any]:
+    prepare_process()
+    from vllm.config import KVEventsConfig
+
     settings = {
+        "self_describing_kv_events": True,
         "ram": "64MiB",
         "deadline_s": 60,
         "prefill_tokens_per_s": 0,
         "disk": {"path": str(folder), "capacity": "64MiB", "min_free": 0},
     }
-    return {"settings": settings, "enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 8}
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 8}
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return {"settings": settings, "kv_events_config": events, **lora}
 
 
 _numbers = iter(range(1, 1000))
@@ -208,3 +214,37 @@ def test_a_folder_that_does_not_answer_holds_up_nobody(engine, monkeypatch, tmp_
     assert adapters._calls._given_up.ended.wait(PATIENCE_S)
     assert [ask.num_cached for ask in asks] == [0, 0]
     assert engine.core.get_stats().ready_blocks == 0
+
+
+def test_events_and_answers_to_vllm_have_its_own_keys(engine, monkeypatch, tmp_path):
+    seen: list[Any] = []
+    monkeypatch.setattr(engine.scheduler.kv_event_publisher, "publish", lambda batch: seen.extend(batch.events))
+    prompt, use = new_prompt(LENGTH), adapter(make_adapter(tmp_path / "a", 1))
+    engine.ask_afresh(prompt, adapter=use)
+    engine.submit(new_prompt(5))
+    engine.drain()
+    for medium in ("GPU", "CPU"):
+        stored = [event for event in seen if type(event).__name__ == "BlockStored" and event.medium == medium]
+        assert [token for event in stored for token in event.token_ids] == prompt[:IN_BLOCKS]
+        hashes = [block_hash for event in stored for block_hash in event.block_hashes]
+        assert len(set(hashes)) == 6
+        seen.append(hashes)
+    assert seen[-1] == seen[-2], "the block hashes that the engine itself publishes"
+    below = [event for event in seen if getattr(event, "medium", None) not in ("GPU", "CPU", None)]
+    assert {block_hash for event in below for block_hash in event.block_hashes} == set(seen[-1])
+
+
+def test_the_groups_of_a_hybrid_model_stay_in_the_order_of_the_offer(engine, tmp_path):
+    from vllm.v1.kv_offload.base import ReqContext as VLLMReqContext
+
+    manager, context = engine.manager, VLLMReqContext("by hand")
+    manager.begin_with_adapter(context, adapter(make_adapter(tmp_path / "a", 1)))
+    keys = [make_offload_key(bytes([i]) * 32, group) for group in (0, 1) for i in range(4)]
+    for i, key in enumerate(keys):
+        context.set_offload_key_position(key, i % 4 * BLOCK)
+    output = manager.prepare_store(keys, context)
+    assert output.keys_to_store == keys
+    assert [key[:32] + key[-4:] for key in output.store_spec.keys] == keys
+    assert {len(key) for key in output.store_spec.keys} == {60}
+    engine.core.complete_store(output.store_spec.keys, manager.context_of(context), False, output.store_spec)
+    manager.on_request_finished(context)
