@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from test_tiered import Engine, keys_of
 
+from kvtier import Residency
 from kvtier.keys import MAX_TIER_KEY_BYTES, OffloadKey, extend_key, get_offload_group_idx, is_private, shorten_key
 from kvtier.tiers.disk import layout
 from kvtier.tiers.memory import MemoryTier
@@ -63,3 +64,16 @@ def test_they_stay_in_ram(when):
     assert below == (12 if when == "evicted" else 4)
     engine.driver.add_request("gone", private(keys_of("unknown", 3)))
     assert engine.driver.match("gone") == 0
+
+
+def test_a_private_block_that_leaves_ram_costs_no_other_its_way_down():
+    tier = StrictTier(64)
+    engine = Engine(64, [tier], cascade_when="evicted")
+    own, shared = private(keys_of("own", 32)), keys_of("shared", 32)
+    engine.compute("mixed", [key for pair in zip(own, shared, strict=True) for key in pair])
+    engine.settle()
+    in_ram = set(engine.manager.ram.ready_keys())
+    assert in_ram < {*own, *shared}
+    below = tier.lookup(shared)
+    assert all(key in in_ram or found is Residency.READY for key, found in zip(shared, below, strict=True))
+    assert engine.manager.get_stats().counters["cascade_shed_blocks"] == len(own) - len(in_ram & set(own))

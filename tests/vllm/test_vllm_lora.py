@@ -190,6 +190,29 @@ def test_files_that_change_while_a_request_runs(engine, tmp_path):
     assert blocks_on_disk(engine) == num_blocks
 
 
+def test_files_that_change_after_a_store_was_planned(engine, tmp_path):
+    """vLLM plans it before the worker loads the adapter."""
+    prompt, path = new_prompt(LENGTH), make_adapter(tmp_path / "a", 7)
+    with engine.holding("store") as held:
+        ask = engine.submit(prompt, adapter=adapter(path))
+        engine.until(lambda: held.jobs, "a store is planned")
+        make_adapter(path, 8)
+    engine.finish(ask)
+    engine.drain()
+    assert engine.core.get_stats().ready_blocks == blocks_on_disk(engine) == 0
+
+
+def test_an_adapter_that_is_loaded_again_for_each_request(engine, tmp_path):
+    prompt, path, number = new_prompt(LENGTH), make_adapter(tmp_path / "a", 7), next(_numbers)
+    old = engine.ask_afresh(prompt, adapter=adapter(path, number=number, load_inplace=True))
+    expected = cold(engine, prompt, make_adapter(tmp_path / "b", 8), tmp_path)
+    make_adapter(path, 8)
+    for num_cached in (0, IN_BLOCKS):
+        ask = engine.ask_afresh(prompt, adapter=adapter(path, number=number, load_inplace=True))
+        assert (ask.tokens, ask.num_cached) == (expected, num_cached)
+    assert old.tokens != expected
+
+
 def test_files_that_cannot_be_read_here(engine, lines, monkeypatch, tmp_path):
     prompt, path = new_prompt(LENGTH), make_adapter(tmp_path / "secret", 9)
     monkeypatch.setattr(engine.manager.adapters, "_read", lambda path: None)

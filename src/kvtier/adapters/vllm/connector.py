@@ -245,11 +245,20 @@ class KVTierConnector(OffloadingConnector):
         if isinstance(meta, OffloadingWorkerMetadata):
             failed_jobs = meta.failed_jobs if isinstance(meta, KVTierWorkerMetadata) else frozenset()
             for job_id, num_ranks in meta.completed_jobs.items():
-                self._report(job_id, num_ranks, failed=job_id in failed_jobs)
+                self._report(job_id, num_ranks, failed=job_id in failed_jobs or self._has_other_weights(job_id))
             self._drop_unknown_to_vllm(meta)
         super().update_connector_output(connector_output)
         # what has just been stored goes down now: an idle engine has no next step
         self._manager.core.on_schedule_end()
+
+    def _has_other_weights(self, job_id: int) -> bool:
+        """Whether a store has ended whose blocks may have been made by another adapter than its keys say.
+
+        Its request may have loaded the adapter after the store was planned: that was in the same step.
+        """
+        status = self.scheduler._jobs.get(job_id)
+        state = self.scheduler._req_status.get(status.req_id) if status is not None and status.is_store else None
+        return state is not None and not self._manager.check_adapter(state.req_context)
 
     def _report(self, job_id: int, num_ranks: int, failed: bool) -> None:
         manager, jobs = self._manager, self._jobs

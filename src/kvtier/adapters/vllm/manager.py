@@ -136,11 +136,13 @@ class VLLMManager(OffloadingManager):
         """A request uses an adapter. Right after `on_new_request`."""
         req_context.set_state(self.adapters.enter(adapter))
 
-    def check_adapter(self, req_context: VLLMReqContext, num_computed_tokens: int) -> None:
-        """The request is about to be scheduled, with so many tokens of its prompt found in the engine."""
+    def check_adapter(self, req_context: VLLMReqContext, num_computed_tokens: int = 0) -> bool:
+        """Whether the request's blocks are what their keys say; if not, it uses and stores none from now on.
+
+        `num_computed_tokens` of its prompt were found in the engine.
+        """
         use = req_context.get_state(AdapterUse)
-        if use is not None:
-            self.adapters.check(use, num_computed_tokens)
+        return use is None or self.adapters.check(use, num_computed_tokens)
 
     def worth_waiting(self, keys: Sequence[OffloadKey], req_context: VLLMReqContext) -> bool:
         """As the manager's own, for vLLM's keys."""
@@ -232,7 +234,7 @@ class VLLMManager(OffloadingManager):
         theirs: dict[OffloadKey, OffloadKey] = {}
         use = req_context.get_state(AdapterUse)
         if use is not None:
-            if not self.adapters.check(use):
+            if not self.check_adapter(req_context):
                 return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
             by_depth, offered = self._ours(use, by_depth), self._ours(use, offered)
             theirs = dict(zip(offered, keys, strict=True))
