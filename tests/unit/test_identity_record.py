@@ -112,6 +112,14 @@ def test_two_of_the_same(save, capsys):
     assert "same namespace" in capsys.readouterr().out
 
 
+def test_an_epoch_that_both_have_is_a_difference(save, capsys):
+    one = save("a.json", record(epochs={"valkey": 0, "s3": 7}).to_json())
+    two = save("b.json", record(epochs={"valkey": 1}).to_json())
+    assert run(["doctor", one, two, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["different"] == [{"field": "epochs.valkey", "values": [0, 1]}]
+    assert run(["doctor", one, save("c.json", record(epochs={"s3": 7}).to_json())]) == 0
+
+
 def test_tiers_that_are_off_and_why(save, capsys):
     refused, failed = save("refused.log", log(REFUSED)), save("failed.log", log(record(tiers=[])))
     assert run(["doctor", refused]) == 1

@@ -1,8 +1,7 @@
 """Engines in a process of its own, one configuration after the other, as far as stores ask: no weights are loaded.
 
-Everything is the real one: vLLM's configuration, its block hashes of a request, the connector, its disk tier; beside
-that a shared tier over a real Valkey, under the connector's own namespace and keys. Reads one JSON from the standard
-input, the argument of `look`, and prints what that returns.
+Everything is the real one: vLLM's configuration, its block hashes of a request, the connector, the tiers. Reads one
+JSON from the standard input, the argument of `look`, and prints what that returns.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def elsewhere(values: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def start(model: str, folder: str, changes: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
+def start(model: str, changes: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
     """The connector of an engine with these settings, the context of a request, and vLLM's keys of its blocks."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -73,8 +72,7 @@ def start(model: str, folder: str, changes: dict[str, Any]) -> tuple[Any, Any, l
     os.environ.pop("PYTHONHASHSEED", None)
     if "hash_seed" in changes:
         os.environ["PYTHONHASHSEED"] = changes["hash_seed"]
-    disk = {"path": folder, "capacity": "32MiB", "min_free": 0, **changes.get("disk", {})}
-    settings = {"ram": "4MiB", "deadline_s": 60, "prefill_tokens_per_s": 0, "disk": disk, **changes.get("ours", {})}
+    settings = {"ram": "4MiB", "deadline_s": 60, "prefill_tokens_per_s": 0, **changes["ours"]}
     transfer = KVTransferConfig(**connector_arguments(settings))
     arguments = engine_arguments(Path(model), 40, kv_transfer_config=transfer, **changes.get("vllm", {}))
     config = EngineArgs(**arguments).create_engine_config()
@@ -105,7 +103,8 @@ def start(model: str, folder: str, changes: dict[str, Any]) -> tuple[Any, Any, l
     return connector, state.req_context, state.group_states[0].offload_keys
 
 
-def found_on_disk(manager: Any, context: Any, keys: Sequence[Any]) -> int | None:
+def find(manager: Any, context: Any, keys: Sequence[Any]) -> int | None:
+    """What the blocks are full of that a tier has under these keys."""
     from vllm.v1.kv_offload.base import LookupResult
 
     give_up_at_s = time.monotonic() + PATIENCE_S
@@ -121,94 +120,33 @@ def found_on_disk(manager: Any, context: Any, keys: Sequence[Any]) -> int | None
         assert len(answers) == 1, "a part of the prompt is there"
         return None
     spec = manager.prepare_load(keys, context)
-    content = content_of(manager, spec.slots)
+    (content,) = {int(byte) for slot in spec.slots for byte in set(manager.pool.slots()[slot].tobytes())}
     manager.core.complete_load(spec.keys, manager.context_of(context), spec=spec)
-    manager.core.on_request_finished(manager.context_of(context))
     return content
 
 
-def content_of(manager: Any, slots: Sequence[int]) -> int:
-    (content,) = {int(byte) for slot in slots for byte in set(manager.pool.slots()[slot].tobytes())}
-    return content
-
-
-def store_on_disk(manager: Any, context: Any, keys: Sequence[Any], content: int) -> list[Any]:
-    """Returns kvtier's own keys."""
+def store(manager: Any, context: Any, keys: Sequence[Any], content: int) -> None:
+    """Blocks full of `content` go to the tier below RAM."""
     spec = manager.prepare_store(keys, context).store_spec
     assert len(spec.keys) == len(keys)
     manager.pool.slots()[list(spec.slots)] = content
     manager.core.complete_store(spec.keys, manager.context_of(context), spec=spec)
     give_up_at_s = time.monotonic() + PATIENCE_S
-    (tier,) = manager.stack.tiers
-    num_blocks = tier.get_stats().ready_blocks + len(keys)
-    while tier.get_stats().ready_blocks < num_blocks:
+    while manager.stack.tiered.num_to_flush:
         assert time.monotonic() < give_up_at_s
         manager.core.on_schedule_end()
-        tier.wait_for_outcome(0.1)
+        manager.stack.tiers[0].wait_for_outcome(0.1)
         manager.advance()
-    return list(spec.keys)
-
-
-class Shared:
-    """A shared tier under the namespace of an engine, with a pool of its own."""
-
-    def __init__(self, port: int, namespace: bytes, slot_bytes: int, epoch: int) -> None:
-        import numpy as np
-
-        from kvtier.tiers.memory import MemoryEpochStore
-        from kvtier.tiers.shared import SharedConfig, SharedTier, ValkeyConfig, ValkeyStore
-
-        store = ValkeyStore(ValkeyConfig("127.0.0.1", port))
-        self.tier = SharedTier(SharedConfig(namespace, lookup_timeout_s=30.0), store, MemoryEpochStore(epoch))
-        self.pool = np.zeros((16, slot_bytes), np.uint8)
-        self._outcomes: list[Any] = []
-        self.tier.attach(self.pool)
-        self._until(lambda: not self.tier.get_stats().closed_reason and not self.tier._down_reason)
-
-    def find(self, keys: Sequence[Any]) -> int | None:
-        from kvtier.interfaces import Residency
-
-        answers: set[Any] = {Residency.UNKNOWN}
-
-        def are_known() -> bool:
-            answers.clear()
-            answers.update(self.tier.lookup(keys))
-            return Residency.UNKNOWN not in answers
-
-        self._until(are_known)
-        if answers == {Residency.ABSENT}:
-            return None
-        assert answers == {Residency.READY}
-        self.tier.submit_load(1, keys, range(len(keys)))
-        assert all(self._outcome().succeeded)
-        (content,) = {int(byte) for byte in set(self.pool[: len(keys)].tobytes())}
-        return content
-
-    def store(self, keys: Sequence[Any], content: int) -> None:
-        self.pool[:] = content
-        assert self.tier.submit_store(2, keys, range(len(keys))) == len(keys)
-        assert all(self._outcome().succeeded)
-
-    def _outcome(self) -> Any:
-        self._until(lambda: self._outcomes)
-        return self._outcomes.pop()
-
-    def _until(self, is_done: Any) -> None:
-        give_up_at_s = time.monotonic() + PATIENCE_S
-        while not is_done():
-            assert time.monotonic() < give_up_at_s
-            self.tier.wait_for_outcome(0.01)
-            self._outcomes += self.tier.poll()
+    assert manager.core.get_stats().counters["cascaded_blocks"] == len(keys)
 
 
 def look(order: dict[str, Any]) -> dict[str, Any]:
-    """`order` is `{"store": bool, "model", "folder", "port" of Valkey, "variants": {name: changes}}`.
+    """`order` is `{"store": bool, "model": folder, "variants": {name: changes}}`.
 
-    For each variant: what is found of its prompt, by tier: the byte that the blocks are full of, or None. Then, with
-    `store`, blocks full of its number (from 1) are stored, where there were none.
+    For each variant: its namespace, and what is found of its prompt: the byte that the blocks are full of, or None.
+    Then, with `store`, blocks full of its number (from 1) are stored, where there were none.
     """
     prepare_process()
-    from kvtier.adapters.vllm.lora import AdapterUse
     from kvtier.runtime.identity_record import read_record
 
     logger, level = logging.getLogger("kvtier"), logging.getLogger("kvtier").level
@@ -217,28 +155,17 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
         lines = Lines()
         logger.addHandler(lines)
         logger.setLevel(logging.INFO)
-        # caches of other namespaces make room: a disk holds one of these at a time
-        disk = os.path.join(order["folder"], changes.get("disk_name", "scratch"))
-        connector, context, keys = start(changes.get("model", order["model"]), disk, changes)
+        connector, context, keys = start(changes.get("model", order["model"]), changes)
         logger.removeHandler(lines)
         logger.setLevel(level)
-        manager, record = connector._manager, read_record(lines.text, "log")
-        use = context.get_state(AdapterUse)
-        own_keys = list(keys) if use is None else list(map(use.key, keys))
-        slot_bytes = manager.pool.handle.slot_bytes
-        shared = Shared(order["port"], bytes.fromhex(record.namespace or ""), slot_bytes, changes.get("epoch", 0))
-        found = {"valkey": shared.find(own_keys), "disk": None}
-        if order["store"] and found["valkey"] is None:
-            shared.store(own_keys, content)
-        if "disk_name" in changes:
-            found["disk"] = found_on_disk(manager, context, keys)
-            if order["store"] and found["disk"] is None:
-                assert store_on_disk(manager, context, keys, content) == own_keys
-            if order["store"] and changes.get("reset"):
+        manager = connector._manager
+        found = find(manager, context, keys)
+        if order["store"] and found is None:
+            store(manager, context, keys, content)
+            if changes.get("reset"):
                 connector.reset_cache()
-        shared.tier.close(5.0)
         connector.shutdown()
-        results[name] = {**found, "namespace": record.namespace}
+        results[name] = {"found": found, "namespace": read_record(lines.text, "log").namespace}
     return results
 
 

@@ -30,8 +30,11 @@ IN_KEYS = (
     *("adapter and salt", "another epoch"),
 )
 """Of one namespace with others: what differs is in the keys, or in the epoch."""
-ON_DISK = {"disk_name": "usual"}
-WITH_LORA = {"disk_name": "lora"}
+DISKS = {
+    "usual": ("the usual", "salt", "another salt", "in another folder", "other limits", "with more RAM"),
+    "lora": ("LoRA, none used", "adapter", "other weights of that adapter", "the adapter written anew"),
+}
+"""What is looked for on disks too. One disk for each namespace: the cache of another one would have to make room."""
 
 
 def rope(theta: float, rope_type: str = "default", **changes: Any) -> dict[str, Any]:
@@ -47,10 +50,10 @@ def different(folder: Path, retrained: Path) -> dict[str, dict[str, Any]]:
     """Any two of these differ in what makes a block, or in whom it is for."""
     adapter = str(folder / "adapter")
     return {
-        "the usual": ON_DISK,
+        "the usual": {},
         "other weights": {"model": str(retrained)},
-        "weights by a name": {"disk": {"weights_id": "a"}},
-        "weights by another name": {"disk": {"weights_id": "b"}},
+        "weights by a name": {"ours": {"weights_id": "a"}},
+        "weights by another name": {"ours": {"weights_id": "b"}},
         "dtype": {"vllm": {"dtype": "bfloat16"}, "layout": {"dtype": "bfloat16"}},
         "dtype of the cache alone": {"layout": {"dtype": "bfloat16"}},
         "dtype of the cache by its option": {"vllm": {"kv_cache_dtype": "fp8"}},
@@ -82,14 +85,15 @@ def different(folder: Path, retrained: Path) -> dict[str, dict[str, Any]]:
             "vllm": {"prefix_caching_hash_algo": "xxhash"},
             "hash_seed": "1",
         },
-        "salt": {**ON_DISK, "salt": "a"},
-        "another salt": {**ON_DISK, "salt": "b"},
-        "LoRA, none used": {**lora(), **WITH_LORA},
+        "salt": {"salt": "a"},
+        "another salt": {"salt": "b"},
+        "LoRA, none used": lora(),
         "LoRA of another rank": lora(max_lora_rank=16),
-        "adapter": {**lora(), **WITH_LORA, "adapter": ("name", adapter, 1)},
-        "other weights of that adapter": {**lora(), **WITH_LORA, "adapter": ("name", adapter, 2)},
-        "that adapter by another name": {**lora(), **WITH_LORA, "adapter": ("other name", adapter, 1)},
-        "adapter and salt": {**lora(), **WITH_LORA, "adapter": ("name", adapter, 1), "salt": "a"},
+        "adapter": {**lora(), "adapter": ("name", adapter, 1)},
+        "other weights of that adapter": {**lora(), "adapter": ("name", adapter, 2)},
+        "that adapter by another name": {**lora(), "adapter": ("other name", adapter, 1)},
+        "another epoch": {"epoch": 1},
+        "adapter and salt": {**lora(), "adapter": ("name", adapter, 1), "salt": "a"},
     }
 
 
@@ -97,11 +101,11 @@ def same(copy: Path, folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     """Which variant each of these is, in other words."""
     adapter = ("name", str(folder / "adapter"), 1)
     return {
-        "in another folder": ("the usual", {**ON_DISK, "model": str(copy)}),
-        "other limits": ("the usual", {**ON_DISK, "vllm": {"max_num_seqs": 4, "max_model_len": 640, "seed": 5}}),
-        "with more RAM": ("the usual", {**ON_DISK, "ours": {"ram": "5MiB", "policy": "lru", "deadline_s": 30}}),
-        "the seed that is the default": ("the usual", {**ON_DISK, "hash_seed": "vllm-none-hash"}),
-        "the adapter written anew": ("adapter", {**lora(max_loras=2), **WITH_LORA, "adapter": adapter}),
+        "in another folder": ("the usual", {"model": str(copy)}),
+        "other limits": ("the usual", {"vllm": {"max_num_seqs": 4, "max_model_len": 640, "seed": 5}}),
+        "with more RAM": ("the usual", {"ours": {"ram": "5MiB", "policy": "lru", "deadline_s": 30}}),
+        "the seed that is the default": ("the usual", {"hash_seed": "vllm-none-hash"}),
+        "the adapter written anew": ("adapter", {**lora(max_loras=2), "adapter": adapter}),
     }
 
 
@@ -143,25 +147,34 @@ def look_elsewhere(order: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
+def with_tiers(variants: dict[str, dict[str, Any]], port: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Each variant with a store that all of them share, and some of them again with a disk."""
+    result = {}
+    for name, changes in variants.items():
+        valkey = f"valkey://127.0.0.1:{port}?lookup_timeout_s=30&epoch={changes.get('epoch', 0)}"
+        result[name] = {**changes, "ours": {"tiers": [valkey], **changes.get("ours", {})}}
+    for disk, names in DISKS.items():
+        for name in set(names) & variants.keys():
+            url = f"disk://{folder / disk}?capacity=32MiB&min_free=0"
+            result[f"{name}, disk"] = {**variants[name], "ours": {"tiers": [url], **variants[name].get("ours", {})}}
+    return result
+
+
 def test_blocks_are_found_by_the_same_and_by_nobody_else(dense, places, server, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # to have it restored; each variant has its own, or none
-    variants = different(places["folder"], places["retrained"])
-    variants["another epoch"] = {**ON_DISK, "epoch": 1, "disk_name": "reset", "reset": True}
-    order = {"model": str(dense), "folder": str(tmp_path), "port": server.port}
-    first = look({**order, "store": True, "variants": variants})
-    assert {(found["disk"], found["valkey"]) for found in first.values()} == {(None, None)}, "another one's was found"
-    namespaces = {name: found["namespace"] for name, found in first.items() if name not in IN_KEYS}
+    originals = different(places["folder"], places["retrained"])
+    variants = with_tiers(originals, server.port, tmp_path)
+    reset = f"disk://{tmp_path / 'reset'}?capacity=32MiB&min_free=0"
+    variants["reset"] = {"ours": {"tiers": [reset]}, "reset": True}
+    first = look({"store": True, "model": str(dense), "variants": variants})
+    assert {name: found["found"] for name, found in first.items() if found["found"]} == {}, "another one's was found"
+    namespaces = {name: first[name]["namespace"] for name in originals if name not in IN_KEYS}
     assert len(set(namespaces.values())) == len(namespaces), "told apart by the keys alone, or by luck"
 
     aliases = same(places["copy"], places["folder"])
-    every = variants | {name: changes for name, (_, changes) in aliases.items()}
-    again = look_elsewhere({**order, "store": False, "variants": every})
-    originals = {name: name for name in variants} | {name: original for name, (original, _) in aliases.items()}
+    again = with_tiers({name: changes for name, (_, changes) in aliases.items()}, server.port, tmp_path)
+    found = look_elsewhere({"store": False, "model": str(dense), "variants": variants | again})
     content = {name: number for number, name in enumerate(variants, 1)}
-    assert {name: found["valkey"] for name, found in again.items()} == {
-        name: content[original] for name, original in originals.items()
-    }
-    assert {name: found["disk"] for name, found in again.items()} == {
-        name: content[original] if "disk_name" in every[name] and not every[name].get("reset") else None
-        for name, original in originals.items()
-    }
+    for name, (original, _) in aliases.items():
+        content |= {f"{name}{where}": content[original + where] for where in ("", ", disk") if name + where in again}
+    assert {name: what["found"] for name, what in found.items()} == content | {"reset": None}

@@ -40,6 +40,7 @@ _MEANINGS = {
     "device": "what decides how a block is laid out",
     "blocks_per_chunk": "engine blocks in one offloaded block",
     "slot_bytes": "of one offloaded block, all ranks",
+    "epochs": "of the weights, in the URLs of shared tiers",
     "kvtier": "how kvtier makes the digest",
 }
 
@@ -121,8 +122,9 @@ def _show(record: IdentityRecord, as_json: bool) -> bool:
 
 def _compare(names: list[str], records: list[IdentityRecord], as_json: bool) -> bool:
     one, other = records
-    same = one.namespace is not None and one.namespace == other.namespace
-    rows = differences(one, other) if one.namespace is not None and other.namespace is not None else []
+    both = one.namespace is not None and other.namespace is not None
+    rows = differences(one, other) if both else []
+    same = both and not rows and one.namespace == other.namespace
     if as_json:
         print_json(
             {

@@ -34,6 +34,8 @@ class IdentityRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Below RAM, by the settings."""
     tiers: list[str]
     """Those that are in use."""
+    epochs: dict[str, int] = {}
+    """Of the weights, for the shared ones, as the settings have them."""
     model: str
     rank: int = 0
     """Among data-parallel engines."""
@@ -53,8 +55,10 @@ class IdentityRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def flat_fields(self) -> dict[str, Any]:
-        """Path of each single value, for example `model.rope_parameters.rope_theta`, and the value."""
-        return {"kvtier.scheme": self.scheme, **dict(_flatten("", self.fields))}
+        """Path of each single value that must be the same to share blocks, and the value. A path is, for example,
+        `model.rope_parameters.rope_theta`."""
+        epochs = {f"epochs.{name}": epoch for name, epoch in self.epochs.items()}
+        return {"kvtier.scheme": self.scheme, **dict(_flatten("", self.fields)), **epochs}
 
 
 def read_record(text: str, name: str) -> IdentityRecord:
@@ -80,6 +84,8 @@ def differences(one: IdentityRecord, other: IdentityRecord) -> list[tuple[str, A
     """(path, value of `one`, value of `other`) of what keeps two engines from sharing blocks, by path."""
     ours, theirs = one.flat_fields, other.flat_fields
     paths = dict.fromkeys([*ours, *theirs])
+    for name in one.epochs.keys() ^ other.epochs.keys():
+        del paths[f"epochs.{name}"]  # a tier that only one of them has
     pairs = ((path, ours.get(path, ABSENT), theirs.get(path, ABSENT)) for path in paths)
     return [(path, value, its) for path, value, its in pairs if value != its or type(value) is not type(its)]
 

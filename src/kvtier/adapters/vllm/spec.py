@@ -22,7 +22,7 @@ from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.runtime import Identity, Stack, build_stack, check_tiers, num_slots_for, parse_config
 from kvtier.runtime.identity import namespace_of
 from kvtier.runtime.identity_record import LINE_PREFIX, IdentityRecord
-from kvtier.runtime.tiers import tier_names
+from kvtier.runtime.tiers import SharedSettings, tier_names
 from kvtier.tiers.memory_limits import check_pool_dir
 from kvtier.tiers.ram import RamPool, check_pool_size
 from kvtier.transfers.layout import SLOT_ALIGNMENT_BYTES
@@ -102,6 +102,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 reason=self.extra_config.get(NO_IDENTITY_KEY),
                 wanted_tiers=wanted,
                 tiers=stack.tier_names,
+                epochs={
+                    name: tier.epoch
+                    for name, tier in zip(wanted, self.settings.tiers, strict=True)
+                    if isinstance(tier, SharedSettings)
+                },
                 model=self.config.model.name,
                 rank=self.config.parallel.data_parallel_index,
                 kvtier=__version__,
