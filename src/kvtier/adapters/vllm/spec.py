@@ -14,13 +14,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvtier import __version__
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metrics import metric_definitions
 from kvtier.adapters.vllm.worker import CPUPlatformWorker, PooledWorker
 from kvtier.errors import ConfigurationError, KVTierError
-from kvtier.runtime import Identity, build_stack, check_tiers, num_slots_for, parse_config
+from kvtier.runtime import Identity, Stack, build_stack, check_tiers, num_slots_for, parse_config
 from kvtier.runtime.identity import namespace_of
-from kvtier.runtime.tiers import tier_names
+from kvtier.runtime.identity_record import LINE_PREFIX, IdentityRecord
+from kvtier.runtime.tiers import SharedSettings, tier_names
 from kvtier.tiers.memory_limits import check_pool_dir
 from kvtier.tiers.ram import RamPool, check_pool_size
 from kvtier.transfers.layout import SLOT_ALIGNMENT_BYTES
@@ -31,6 +33,8 @@ ONE_PROCESS_KEY = "kvtier.one_process"
 """Set by the connector: scheduler and worker share a process, so nobody else has to see the pool."""
 IDENTITY_KEY = "kvtier.identity"
 """Set by the connector in the scheduler: the fields of the namespace of persisted and shared tiers."""
+NO_IDENTITY_KEY = "kvtier.no_identity"
+"""Set with it: why there are none."""
 NUM_ENGINES_KEY = "kvtier.num_engines"
 """Set with it: how many data-parallel engines there are."""
 WEIGHTS_CHANGE_KEY = "kvtier.weights_may_change"
@@ -56,6 +60,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self.num_slots = num_slots_for(self.settings, self.slot_bytes) if chunk_bytes else 0
         self._manager: VLLMManager | None = None
         self._worker: PooledWorker | None = None
+        self._fields: dict[str, Any] = {}
+        self._namespace: bytes | None = None
 
     def get_manager(self) -> VLLMManager:
         if self._manager is None:
@@ -70,6 +76,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             except BaseException:
                 pool.close()
                 raise
+            self._log_identity(stack)
             self._manager = VLLMManager(stack, pool, settings.store_threshold > 1, tier_names(settings.tiers))
         return self._manager
 
@@ -79,10 +86,32 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if not fields:
             return None
         parallel = self.config.parallel
-        namespace = namespace_of({**fields, "blocks_per_chunk": self.blocks_per_chunk, "slot_bytes": self.slot_bytes})
+        self._fields = {**fields, "blocks_per_chunk": self.blocks_per_chunk, "slot_bytes": self.slot_bytes}
+        self._namespace = namespace_of(self._fields)
         num_ranks = max(int(self.extra_config[NUM_ENGINES_KEY]), parallel.data_parallel_index + 1)
         may_change = bool(self.extra_config.get(WEIGHTS_CHANGE_KEY))
-        return Identity(namespace, self.config.model.name, parallel.data_parallel_index, num_ranks, may_change)
+        return Identity(self._namespace, self.config.model.name, parallel.data_parallel_index, num_ranks, may_change)
+
+    def _log_identity(self, stack: Stack) -> None:
+        """One line that says all of it: `kvtier doctor` reads it."""
+        wanted = tier_names(self.settings.tiers)
+        if wanted:
+            record = IdentityRecord(
+                namespace=self._namespace.hex() if self._namespace is not None else None,
+                fields=self._fields,
+                reason=self.extra_config.get(NO_IDENTITY_KEY),
+                wanted_tiers=wanted,
+                tiers=stack.tier_names,
+                epochs={
+                    name: tier.epoch
+                    for name, tier in zip(wanted, self.settings.tiers, strict=True)
+                    if isinstance(tier, SharedSettings)
+                },
+                model=self.config.model.name,
+                rank=self.config.parallel.data_parallel_index,
+                kvtier=__version__,
+            )
+            logger.info("%s%s", LINE_PREFIX, record.to_json())
 
     def _create_pool(self) -> RamPool:
         pool_dir = self.settings.pool_dir
