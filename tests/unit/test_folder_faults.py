@@ -76,6 +76,41 @@ def test_several_machines_keep_the_cap_together(tmp_path: Path) -> None:
         driver.close()
 
 
+def test_machines_that_store_load_and_evict_at_once(tmp_path: Path) -> None:
+    """Each with a tier of its own, as processes have."""
+    capacity = 64 * FILE_BYTES
+    keys = make_keys(150)
+    drivers = [open_driver(tmp_path, capacity_bytes=capacity) for _ in range(3)]
+    num_loaded = [0, 0, 0]
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        random = np.random.default_rng(number)
+        try:
+            for _ in range(40):
+                some = [keys[i] for i in random.choice(len(keys), 6, replace=False)]
+                drivers[number].store(some)
+                num_loaded[number] += sum(check_loads(drivers[number], some))
+                drivers[number].tier.drop(some[:1])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert all(num_loaded)
+    assert bytes_in(tmp_path) <= capacity + 3 * capacity // shards.RESCAN_SHARE
+    for driver in drivers:
+        assert driver.tier.get_stats().counters["corrupt_blocks"] == 0
+        assert not tier_of(driver).down_reason
+        driver.tier.check_invariants()
+        driver.close()
+    assert not list(tmp_path.rglob(".new-*"))
+
+
 def test_what_was_used_last_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = open_driver(tmp_path, capacity_bytes=32 * FILE_BYTES)
     keys = make_keys(24)
