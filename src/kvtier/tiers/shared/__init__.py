@@ -1,5 +1,6 @@
 """Tiers in stores that several engines share: the base, S3, and Valkey or Redis."""
 
+from kvtier.tiers.shared.epochs import SharedEpochs
 from kvtier.tiers.shared.s3 import S3Store
 from kvtier.tiers.shared.s3_config import S3Config, parse_s3_url
 from kvtier.tiers.shared.tier import SharedConfig, SharedTier
@@ -10,6 +11,7 @@ __all__ = [
     "S3Config",
     "S3Store",
     "SharedConfig",
+    "SharedEpochs",
     "SharedTier",
     "ValkeyConfig",
     "ValkeyStore",
