@@ -19,7 +19,7 @@ from kvtier.adapters.vllm.metrics import metric_definitions
 from kvtier.adapters.vllm.worker import CPUPlatformWorker, PooledWorker
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.runtime import Identity, build_stack, check_tiers, num_slots_for, parse_config
-from kvtier.runtime.identity import namespace_of
+from kvtier.runtime.identity import element_bytes_of, namespace_of
 from kvtier.runtime.tiers import tier_names
 from kvtier.tiers.memory_limits import check_pool_dir
 from kvtier.tiers.ram import RamPool, check_pool_size
@@ -78,11 +78,12 @@ class KVTierOffloadingSpec(OffloadingSpec):
         fields = self.extra_config.get(IDENTITY_KEY)
         if not fields:
             return None
-        parallel = self.config.parallel
         namespace = namespace_of({**fields, "blocks_per_chunk": self.blocks_per_chunk, "slot_bytes": self.slot_bytes})
-        num_ranks = max(int(self.extra_config[NUM_ENGINES_KEY]), parallel.data_parallel_index + 1)
+        rank = self.config.parallel.data_parallel_index
+        num_ranks = max(int(self.extra_config[NUM_ENGINES_KEY]), rank + 1)
         may_change = bool(self.extra_config.get(WEIGHTS_CHANGE_KEY))
-        return Identity(namespace, self.config.model.name, parallel.data_parallel_index, num_ranks, may_change)
+        element_bytes = element_bytes_of(fields["cache_dtype"], fields["dtype"])
+        return Identity(namespace, self.config.model.name, rank, num_ranks, may_change, element_bytes)
 
     def _create_pool(self) -> RamPool:
         pool_dir = self.settings.pool_dir

@@ -10,6 +10,7 @@ which it looks for hardly any and does its entropy coding: docs/decisions/compre
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from typing import Any
 
@@ -18,11 +19,15 @@ import numpy.typing as npt
 
 from kvtier.errors import KVTierError
 
-try:
-    import zstandard
-except ImportError:
-    zstandard = None  # type: ignore[assignment, unused-ignore]
 
+def _zstandard() -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError:
+        return None
+
+
+zstandard = _zstandard()
 ELEMENT_BYTES = (1, 2, 4, 8)
 MAX_SHARE = 0.95
 """Of the block: what does not become so small is not worth it."""
@@ -52,7 +57,7 @@ def encode(block: Bytes, element_bytes: int, margin_bytes: int = 0) -> Bytes | N
     elements = block[: num_elements * element_bytes].view(f"<u{element_bytes}")
     top = np.empty(num_elements, np.uint8)
     _take_plane(elements, element_bytes - 1, top)
-    frame = zstandard.ZstdCompressor(compression_params=_parameters()).compress(top)
+    frame = zstandard.ZstdCompressor(compression_params=_parameters()).compress(top.data)
     frame_at = block.size - num_elements
     if frame_at + len(frame) > MAX_SHARE * block.size:
         return None
@@ -95,10 +100,12 @@ def _plane(payload: Bytes, number: int, num_elements: int) -> Bytes:
 
 def _decompress(frame: Bytes, plane: Bytes) -> None:
     """Fills `plane` with what is in `frame`. What is allocated goes by what is allowed, not by what the frame says."""
-    target = memoryview(plane)
+    target = plane.data
     done = 0
     try:
-        reader = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(frame, read_size=frame.size)
+        reader = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(
+            frame.data, read_size=frame.size
+        )
         while done < len(target):
             size = reader.readinto(target[done:])
             if not size:

@@ -17,19 +17,22 @@ logger = logging.getLogger(__name__)
 MODES = ("off", "auto", "on")
 
 
+def check_compression(mode: str, store: Store) -> None:
+    """Raises ConfigurationError where `store` moves blocks only as they are, or the library is missing."""
+    if mode != "off" and not store.supports_compression:
+        raise ConfigurationError(f"compression is {mode!r}; allowed: off, for {store.place} takes blocks as they are")
+    if mode != "off" and not codec.is_available():
+        raise ConfigurationError(
+            f"compression is {mode!r} and needs zstandard; install it with: pip install 'kvtier[compression]'"
+        )
+
+
 class Compressor:
-    """Says how blocks go out, in any of `MODES`; what comes in is read in any case. Raises ConfigurationError where
-    that cannot be: the library is missing, or `store` moves blocks only as they are."""
+    """Says how blocks go out, in any of `MODES`; what comes in is read in any case. Raises ConfigurationError as
+    `check_compression` does."""
 
     def __init__(self, mode: str, element_bytes: int, store: Store) -> None:
-        if mode != "off" and not store.supports_compression:
-            raise ConfigurationError(
-                f"compression is {mode!r}; allowed: off, for {store.place} moves blocks only as they are"
-            )
-        if mode != "off" and not codec.is_available():
-            raise ConfigurationError(
-                f"compression is {mode!r} and needs zstandard; install it with: pip install 'kvtier[compression]'"
-            )
+        check_compression(mode, store)
         self._mode = mode
         self._element_bytes = element_bytes
         self._place = store.place

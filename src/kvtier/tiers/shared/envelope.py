@@ -3,8 +3,8 @@
     magic (8) | format version (2) | codec (1) | element bytes (1) | namespace (32) | epoch (8) | reset salt (8)
     | key bytes (2) | block bytes (8) | key | the payload | xxh3 of the payload, seeded with that of the header (8)
 
-Little endian. The payload is the block, or what a codec makes of it (`kvtier.tiers.shared.codec`): the length of that
-is the value's, less the rest. The checksum stands last, so that a block is hashed piece by piece as it is moved, while it is in the
+Little endian. The payload is the block, or what `kvtier.tiers.shared.values` makes of it: its length is the value's,
+less the rest. The checksum stands last, so that a block is hashed piece by piece as it is moved, while it is in the
 processor's cache. Anybody can have written a value: nothing in it is used before the header says what the reader
 expects and the checksum holds.
 """
@@ -101,14 +101,13 @@ def header_bytes(key_bytes: int) -> int:
 
 
 def header_of(
-    identity: Identity, key: OffloadKey, block_bytes: int, codec: int = CODEC_NONE, element_bytes: int = 0
+    identity: Identity, key: OffloadKey, block_bytes: int, coding: tuple[int, int] = (CODEC_NONE, 0)
 ) -> bytes:
-    """What stands before the payload."""
+    """What stands before the payload. `coding`: the codec, and the bytes of the block's elements where that matters."""
     fixed = _FIXED.pack(
         MAGIC,
         FORMAT_VERSION,
-        codec,
-        element_bytes,
+        *coding,
         identity.namespace,
         identity.epoch,
         identity.salt,
@@ -147,19 +146,18 @@ def check_header(
     identity: Identity,
     key: OffloadKey,
     block_bytes: int,
-    codec: int = CODEC_NONE,
-    element_bytes: int = 0,
+    coding: tuple[int, int] = (CODEC_NONE, 0),
 ) -> None:
-    """Raises EnvelopeError unless `header` announces this very block, in this codec. O(1)."""
-    if header == header_of(identity, key, block_bytes, codec, element_bytes):
+    """Raises EnvelopeError unless `header` announces this very block, in this coding. O(1)."""
+    if header == header_of(identity, key, block_bytes, coding):
         return
     if len(header) < _FIXED.size:
         raise EnvelopeError(Rejection.SIZE)
-    magic, version, *coding, namespace, epoch, salt, key_bytes, length = _FIXED.unpack_from(header)
+    magic, version, *stored_coding, namespace, epoch, salt, key_bytes, length = _FIXED.unpack_from(header)
     wrong = (
         (magic != MAGIC, Rejection.MAGIC),
         (version != FORMAT_VERSION, Rejection.VERSION),
-        (coding != [codec, element_bytes], Rejection.CODEC),
+        (tuple(stored_coding) != coding, Rejection.CODEC),
         ((namespace, epoch, salt) != (identity.namespace, identity.epoch, identity.salt), Rejection.IDENTITY),
         (key_bytes != len(key) or header[_FIXED.size : _FIXED.size + len(key)] != key, Rejection.KEY),
         (length != block_bytes, Rejection.LENGTH),

@@ -132,8 +132,7 @@ class CompressionSwitch:
         )
         ratio = 1 / self._shrinking.s_per_byte if self._shrinking.num_samples else 1.0
         return (
-            f"a connection moves {store} out and {load} in; compression {ratio:.2f} times, "
-            f"{encode} out and {decode} in"
+            f"a connection moves {store} out and {load} in; compression {ratio:.2f} times, {encode} out and {decode} in"
         )
 
     def _decide(self, now_s: float) -> bool:

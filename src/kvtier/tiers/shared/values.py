@@ -15,7 +15,6 @@ import numpy as np
 from kvtier.tiers.shared import codec
 from kvtier.tiers.shared.envelope import (
     CHECKSUM_BYTES,
-    CODEC_NONE,
     CODEC_PLANES,
     BlockChecksum,
     EnvelopeError,
@@ -74,7 +73,7 @@ class OutgoingValue:
         begun_s = time.monotonic()
         payload = codec.encode(block.buffer, element_bytes, CHECKSUM_BYTES)
         if payload is not None:
-            self.header = header_of(block.identity, block.key, block.buffer.nbytes, CODEC_PLANES, element_bytes)
+            self.header = header_of(block.identity, block.key, block.buffer.nbytes, (CODEC_PLANES, element_bytes))
             self.payload = payload.data
             self.payload[:CHECKSUM_BYTES] = _checksum_of(block, self.header)
         block.codec_s = time.monotonic() - begun_s
@@ -103,7 +102,7 @@ class IncomingValue:
             self._element_bytes = element_bytes_in(header)
             if self._element_bytes not in codec.ELEMENT_BYTES:
                 raise EnvelopeError(Rejection.CODEC)
-            check_header(header, block.identity, block.key, block_bytes, CODEC_PLANES, self._element_bytes)
+            check_header(header, block.identity, block.key, block_bytes, (CODEC_PLANES, self._element_bytes))
             self.payload = np.empty(num_bytes - header_bytes(len(block.key)) - CHECKSUM_BYTES, np.uint8).data
         self.checksum = BlockChecksum(self._header)
 
