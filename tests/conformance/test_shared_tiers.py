@@ -25,6 +25,7 @@ class TestValkeyTier(UnboundedTierConformance):
     answers_at_once = False
     num_connections = 4
     ttl_s = 0
+    compression = "off"
 
     @pytest.fixture(autouse=True)
     def _server(self, server: ValkeyServer) -> None:
@@ -35,7 +36,7 @@ class TestValkeyTier(UnboundedTierConformance):
 
     def make_tier(self, capacity_blocks: int) -> Tier:
         store = ValkeyStore(ValkeyConfig("127.0.0.1", self.server.port, ttl_s=self.ttl_s))
-        config = SharedConfig(NAMESPACE, num_connections=self.num_connections)
+        config = SharedConfig(NAMESPACE, num_connections=self.num_connections, compression=self.compression)
         # in one test everything is one process: equal epochs are of equal weights
         return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
 
@@ -49,3 +50,18 @@ class TestValkeyTierOddSize(TestValkeyTier):
     slot_bytes = 5003
     num_connections = 1
     ttl_s = 3600
+
+
+class TestValkeyTierCompressed(TestValkeyTier):
+    compression = "on"
+
+    @pytest.fixture(autouse=True)
+    def _compresses(self, _server: None) -> Iterator[None]:
+        yield
+        with self.server.client() as client:
+            sizes = {client.strlen(key) for key in client.scan_iter()}
+        assert all(size < self.slot_bytes for size in sizes)
+
+
+class TestValkeyTierOddSizeCompressed(TestValkeyTierCompressed, TestValkeyTierOddSize):
+    """The last element of a block is not whole."""

@@ -20,7 +20,9 @@ DWELL_S = 10.0
 """From one change to the next at least."""
 PROBE_S = 10.0
 """While it is off, a block is compressed so often, to see how well that goes."""
-SMOOTHING = 1 / 16
+MAX_WAITED = 15 / 16
+"""Of the time of a transfer, what may have been the round trip."""
+SMOOTHING = 1 / 32
 """Weight of the newest sample."""
 MAX_OUTLIER = 8.0
 """A sample that is slower than this many times the estimate counts as this many times: something else went wrong."""
@@ -76,14 +78,14 @@ class CompressionSwitch:
         True if that changed `is_on`. O(1)."""
         if num_bytes < MIN_SAMPLE_BYTES or seconds <= 0:
             return False
-        waited_s = min(self._round_trip_s, seconds / 2) if self._round_trip_s < math.inf else 0.0
+        waited_s = min(self._round_trip_s, MAX_WAITED * seconds) if self._round_trip_s < math.inf else 0.0
         self._links[is_store].add(num_bytes, seconds - waited_s)
         return self._decide(now_s)
 
     def note_round_trip(self, seconds: float) -> None:
         """The store answered something small. The shortest counts, which is forgotten little by little. O(1)."""
         longer_s = seconds - self._round_trip_s
-        self._round_trip_s = seconds if not longer_s > 0 else self._round_trip_s + SMOOTHING * SMOOTHING * longer_s
+        self._round_trip_s = seconds if not longer_s > 0 else self._round_trip_s + SMOOTHING / 8 * longer_s
 
     def note_encoded(self, block_bytes: int, payload_bytes: int, seconds: float) -> None:
         """A block became a payload, of its own size where it would not shrink. O(1)."""
