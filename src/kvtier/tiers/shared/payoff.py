@@ -19,7 +19,8 @@ OFF_GAIN = 1.0
 DWELL_S = 10.0
 """From one change to the next at least."""
 PROBE_S = 10.0
-"""While it is off, a block is compressed so often, to see how well that goes."""
+PROBE_BLOCKS = 100
+"""While it is off, a block is compressed after so long and so many, to see how well that goes."""
 MAX_WAITED = 15 / 16
 """Of the time of a transfer, what may have been the round trip."""
 SMOOTHING = 1 / 32
@@ -70,6 +71,7 @@ class CompressionSwitch:
         self._round_trip_s = math.inf
         self._changed_s = -math.inf
         self._probed_s = -math.inf
+        self._num_unprobed = 0
 
     # -- measurements ----------------------------------------------------------------------------------------
 
@@ -104,9 +106,12 @@ class CompressionSwitch:
         """Whether the next block is to be compressed: because that pays, or to see whether it would. O(1)."""
         if self.is_on:
             return True
-        if self._encoding.num_samples >= MIN_PROBES and now_s < self._probed_s + PROBE_S:
+        self._num_unprobed += 1
+        is_early = now_s < self._probed_s + PROBE_S or self._num_unprobed < PROBE_BLOCKS
+        if is_early and self._encoding.num_samples >= MIN_PROBES:
             return False
         self._probed_s = now_s
+        self._num_unprobed = 0
         return True
 
     @property
