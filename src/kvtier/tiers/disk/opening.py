@@ -86,9 +86,12 @@ def _restore(volumes: Sequence[Volume], num_places: int, epoch: int) -> OpenedCa
 
     def column(name: str) -> npt.NDArray[Any]:
         # one field at a time: 100,000 whole records are 13 MB
+        fields: npt.NDArray[Any]
         if len(volumes) == 1:
-            return volumes[0].table.records[name][volumes[0].places[order]]
-        return np.concatenate([volume.table.records[name][volume.places] for volume in volumes])[order]
+            fields = volumes[0].table.records[name][volumes[0].places[order]]
+        else:
+            fields = np.concatenate([volume.table.records[name][volume.places] for volume in volumes])[order]
+        return fields
 
     places = np.concatenate([volume.places * len(volumes) + i for i, volume in enumerate(volumes)])
     keys, place_list = record_keys(column("key"), column("key_bytes")), places[order].tolist()
