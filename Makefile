@@ -59,6 +59,7 @@ bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside
 	$(BIN)/python benchmarks/mooncake_store.py
 	$(BIN)/python benchmarks/shared_ttft.py --stores valkey,s3,mooncake
 	$(BIN)/python benchmarks/s3.py --dir $(or $(DISK),/var/tmp)
+	$(BIN)/python benchmarks/compression.py
 
 soak: $(VENV)/.engine  ## ten million simulated operations, long state machines, twenty kills of a real engine (an hour)
 	$(BIN)/kvtier simulate --seeds 0:9100 --timings

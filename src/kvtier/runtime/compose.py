@@ -40,6 +40,8 @@ class Identity:
     num_ranks: int = 1
     weights_may_change: bool = False
     """The engine is made to be given other weights while it runs, reset or not: what it has is not for others."""
+    element_bytes: int = 2
+    """Of the KV cache's elements, for compression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def _open_shared(
     """All data-parallel ranks of all engines with this namespace share the blocks: see
     docs/decisions/shared-tiers-in-the-engine.md."""
     epochs = SharedEpochs(settings.epoch)
-    tier = SharedTier(settings.config(identity.namespace), settings.make_store(), epochs)
+    tier = SharedTier(settings.config(identity.namespace, identity.element_bytes), settings.make_store(), epochs)
     tier.attach(pool)
     if identity.weights_may_change:
         tier.reset(epochs.advance())

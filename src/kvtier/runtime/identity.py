@@ -46,6 +46,15 @@ def namespace_of(fields: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
+def element_bytes_of(cache_dtype: str, model_dtype: str) -> int:
+    """Bytes of an element of the KV cache, by the names that an engine has for its type ("auto": the model's). 1 for a
+    type that is not known: then blocks are whole bytes."""
+    name = model_dtype if cache_dtype == "auto" else cache_dtype
+    if "16" in name:
+        return 2
+    return 4 if "float32" in name else 1
+
+
 def weights_identity(folder: str | Path) -> str | None:
     """Which weights lie in `folder`, as hexadecimal digits; None if there are no weight files.
 

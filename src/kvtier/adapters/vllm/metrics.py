@@ -68,6 +68,16 @@ _TIER_COUNTERS: dict[str, tuple[str, str]] = {
     "connection_losses": ("vllm:kvtier_tier_connection_losses", "Times that the tier's store could not be used."),
     "shed_lookups": ("vllm:kvtier_tier_shed_lookups", "Look-ups that were misses since too many were on their way."),
     "breaker_openings": ("vllm:kvtier_tier_breaker_openings", "Times that the tier was left alone for a while."),
+    "compressed_blocks": ("vllm:kvtier_tier_compressed_blocks", "Blocks that were stored in the tier compressed."),
+    "decompressed_blocks": ("vllm:kvtier_tier_decompressed_blocks", "Blocks that came from the tier compressed."),
+    "compression_saved_bytes": (
+        "vllm:kvtier_tier_compression_saved_bytes",
+        "Bytes that did not have to be moved since blocks were compressed.",
+    ),
+    "compression_changes": (
+        "vllm:kvtier_tier_compression_changes",
+        "Times that compression was switched on or off by what the link was measured to do.",
+    ),
 }
 """By the label `medium`."""
 _TIER_GAUGES: dict[str, tuple[str, str]] = {
@@ -78,6 +88,7 @@ _TIER_GAUGES: dict[str, tuple[str, str]] = {
         "Blocks that can be loaded from the tier now; of a shared one, those that this engine has heard of lately.",
     ),
     "breaker_state": ("vllm:kvtier_tier_breaker_state", "As the RAM tier's."),
+    "compression_on": ("vllm:kvtier_tier_compression_on", "1 while blocks are stored in the tier compressed."),
 }
 """By the label `medium`."""
 _LABELS = ("medium",)
@@ -139,6 +150,8 @@ def tier_figures(stats: TierStats, breaker: CircuitBreaker, slot_bytes: int) -> 
         "ready_blocks": stats.ready_blocks,
         "breaker_state": _BREAKER_VALUES[breaker.state],
     }
+    if "compression_on" in counters:
+        gauges["compression_on"] = counters["compression_on"]
     return TierFigures({name: counters[name] for name in _TIER_COUNTERS if name in counters}, gauges)
 
 

@@ -20,7 +20,7 @@ from kvtier.adapters.vllm.metrics import metric_definitions
 from kvtier.adapters.vllm.worker import CPUPlatformWorker, PooledWorker
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.runtime import Identity, Stack, build_stack, check_tiers, num_slots_for, parse_config
-from kvtier.runtime.identity import namespace_of
+from kvtier.runtime.identity import element_bytes_of, namespace_of
 from kvtier.runtime.identity_record import LINE_PREFIX, IdentityRecord
 from kvtier.runtime.tiers import SharedSettings, tier_names
 from kvtier.tiers.memory_limits import check_pool_dir
@@ -90,7 +90,14 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self._namespace = namespace_of(self._fields)
         num_ranks = max(int(self.extra_config[NUM_ENGINES_KEY]), parallel.data_parallel_index + 1)
         may_change = bool(self.extra_config.get(WEIGHTS_CHANGE_KEY))
-        return Identity(self._namespace, self.config.model.name, parallel.data_parallel_index, num_ranks, may_change)
+        return Identity(
+            self._namespace,
+            self.config.model.name,
+            parallel.data_parallel_index,
+            num_ranks,
+            may_change,
+            element_bytes_of(fields["cache_dtype"], fields["dtype"]),
+        )
 
     def _log_identity(self, stack: Stack) -> None:
         """One line that says all of it: `kvtier doctor` reads it."""
