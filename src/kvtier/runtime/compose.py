@@ -6,17 +6,25 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import TierError
 from kvtier.interfaces import OffloadingManager
-from kvtier.manager import CircuitBreaker, CPUOffloadingManager, FilterReusedOffloadingManager, TieredOffloadingManager
+from kvtier.manager import (
+    CircuitBreaker,
+    CPUOffloadingManager,
+    FilterReusedOffloadingManager,
+    PersistedOffloadingManager,
+    TieredOffloadingManager,
+)
 from kvtier.runtime.config import Config
 from kvtier.runtime.disk import ADMISSIONS, DiskSettings
 from kvtier.tier_interfaces import Tier
 from kvtier.tiers.disk import DiskConfig, DiskTier, FileEpochStore, WeightEpochs
+from kvtier.tiers.ram_keeper import RamKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +58,8 @@ class Stack:
     tiers: list[Tier] = field(default_factory=list)
     """Below RAM, attached."""
     stop_flush_s: float = 0.0
+    keeper: RamKeeper | None = None
+    """Of a RAM pool that outlives the process."""
     _is_stopped: bool = False
 
     @property
@@ -59,8 +69,10 @@ class Stack:
         return ([("RAM", self.ram.breaker)] if self.ram.breaker is not None else []) + below
 
     def linger(self, timeout_s: float) -> None:
-        """Returns once something that is on its way up from a lower tier may be there, or after `timeout_s`."""
-        if self.tiered is not None and self.tiered.num_promoting:
+        """Returns once something that is on its way up, or being checked, may be there, or after `timeout_s`."""
+        if self.keeper is not None and isinstance(self.ram, PersistedOffloadingManager) and self.ram.num_checking:
+            self.keeper.wait_for_outcome(timeout_s)
+        elif self.tiered is not None and self.tiered.num_promoting:
             self.tiers[0].wait_for_outcome(timeout_s)
 
     def stop(self, now_s: Callable[[], float] = time.monotonic) -> bool:
@@ -77,6 +89,8 @@ class Stack:
             self._flush_down(self.tiered, began_s + _FLUSH_SHARE * left_s, now_s)
             left_s = max(0.0, began_s + left_s - time.monotonic())
         self.core.shutdown()
+        if self.keeper is not None:
+            self.keeper.close()
         return self._close(left_s)
 
     def _close(self, flush_s: float) -> bool:
@@ -110,20 +124,25 @@ def build_manager(config: Config, num_slots: int, enable_events: bool = False) -
 
 
 def build_stack(
-    config: Config, pool: npt.NDArray[np.uint8], identity: Identity | None, enable_events: bool = False
+    config: Config,
+    pool: npt.NDArray[np.uint8],
+    identity: Identity | None,
+    enable_events: bool = False,
+    keeper: RamKeeper | None = None,
 ) -> Stack:
     """The managers of one engine, and the disk tier behind its RAM, opened over `pool`.
 
     `pool` is (num_slots, slot_bytes) uint8 and stays mapped until `Stack.stop` has returned True. Without an `identity`
     there is no tier that persists. Raises ConfigurationError for settings that cannot work. A disk that cannot be used
-    now (in use, full, failing) is an error in the log, and RAM alone.
+    now (in use, full, failing) is an error in the log, and RAM alone. `keeper` is that of a pool that outlives the
+    process, and the stack's from now on.
     """
     tier = open_disk(config.disk, pool, identity) if config.disk is not None else None
     if config.disk is None or tier is None:
-        ram = build_manager(config, len(pool), enable_events)
-        return Stack(ram, ram)
+        ram = _build_ram(config, len(pool), enable_events, config.store_threshold, keeper)
+        return Stack(ram, ram, keeper=keeper)
     try:
-        ram = _build_ram(config, len(pool), enable_events, store_threshold=0)
+        ram = _build_ram(config, len(pool), enable_events, 0, keeper)
         tiered = TieredOffloadingManager(
             ram,
             [tier],
@@ -137,7 +156,7 @@ def build_stack(
     except BaseException:
         tier.close()
         raise
-    return Stack(core, ram, tiered, [tier], config.disk.stop_flush_s)
+    return Stack(core, ram, tiered, [tier], config.disk.stop_flush_s, keeper)
 
 
 def build_breaker(config: Config) -> CircuitBreaker | None:
@@ -147,8 +166,11 @@ def build_breaker(config: Config) -> CircuitBreaker | None:
     return CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s)
 
 
-def _build_ram(config: Config, num_slots: int, enable_events: bool, store_threshold: int) -> CPUOffloadingManager:
-    return CPUOffloadingManager(
+def _build_ram(
+    config: Config, num_slots: int, enable_events: bool, store_threshold: int, keeper: RamKeeper | None = None
+) -> CPUOffloadingManager:
+    persisted = partial(PersistedOffloadingManager, keeper) if keeper is not None else None
+    ram = (persisted or CPUOffloadingManager)(
         num_slots,
         config.policy,
         enable_events=enable_events,
@@ -159,6 +181,9 @@ def _build_ram(config: Config, num_slots: int, enable_events: bool, store_thresh
         breaker=build_breaker(config),
         pin_share=config.pin_share,
     )
+    if keeper is not None and isinstance(ram, PersistedOffloadingManager):
+        ram.recall(keeper.restore())
+    return ram
 
 
 def open_disk(settings: DiskSettings, pool: npt.NDArray[np.uint8], identity: Identity | None) -> DiskTier | None:

@@ -48,9 +48,14 @@ class VLLMManager(OffloadingManager):
         pool: RamPool,
         has_reuse_filter: bool,
         has_disk: bool,
+        *,
+        has_persisted_ram: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`has_disk`: the user wants one. Whether there is one, `stack` says. Both are this object's to end."""
+        """`has_disk`, `has_persisted_ram`: the user wants one. Whether there is one, `stack` says.
+
+        `stack` and `pool` are this object's to end.
+        """
         self.core = stack.core
         self.stack = stack
         self.pool = pool
@@ -58,7 +63,7 @@ class VLLMManager(OffloadingManager):
         self.given_up: set[str] = set()
         """Requests whose load could not be prepared: asking again would find the same and fail again."""
         self._clock = clock
-        self._reporter = MetricsReporter(has_reuse_filter, has_disk)
+        self._reporter = MetricsReporter(has_reuse_filter, has_disk, has_persisted_ram)
         self._has_disk = has_disk
         self._logged_errors: set[str] = set()
         self._breakers = stack.breakers

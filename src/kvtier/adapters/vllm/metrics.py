@@ -45,6 +45,11 @@ _GAUGES: dict[str, tuple[str, str]] = {
     "condemned_blocks": ("vllm:kvtier_condemned_blocks", "Slots without a block that a transfer still uses."),
     "breaker_state": ("vllm:kvtier_breaker_state", "RAM tier: 0 used, 1 being tried again, 2 shut off after failures."),
 }
+_PERSISTED_RAM_COUNTERS: dict[str, tuple[str, str]] = {
+    "restored_blocks": ("vllm:kvtier_restored_blocks", "Blocks found in RAM at the start, not checked yet."),
+    "verified_blocks": ("vllm:kvtier_verified_blocks", "Of those: blocks that were checked and are intact."),
+    "corrupt_blocks": ("vllm:kvtier_corrupt_blocks", "Of those: blocks that failed their check: misses."),
+}
 _DISK_COUNTERS: dict[str, tuple[str, str]] = {
     "promoted_blocks": ("vllm:kvtier_promoted_blocks", "Blocks brought up from disk into RAM."),
     "failed_promotion_blocks": ("vllm:kvtier_failed_promotion_blocks", "Blocks that did not arrive in RAM."),
@@ -77,9 +82,11 @@ _BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerSta
 _STORES_SKIPPED = "filtered_blocks"
 
 
-def metric_definitions(has_reuse_filter: bool, has_disk: bool) -> dict[str, OffloadingMetricMetadata]:
+def metric_definitions(
+    has_reuse_filter: bool, has_disk: bool, has_persisted_ram: bool = False
+) -> dict[str, OffloadingMetricMetadata]:
     """Every metric that `MetricsReporter` may report, as vLLM wants them declared."""
-    counters = {**_COUNTERS, **(_DISK_COUNTERS if has_disk else {})}
+    counters = _counters(has_disk, has_persisted_ram)
     gauges = {**_GAUGES, **(_DISK_GAUGES if has_disk else {})}
     definitions: dict[str, OffloadingMetricMetadata] = {
         CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: OffloadingGaugeMetadata(
@@ -108,8 +115,8 @@ def metric_definitions(has_reuse_filter: bool, has_disk: bool) -> dict[str, Offl
 class MetricsReporter:
     """Turns a manager's stats into vLLM's: counters as increments, and nothing at all while nothing changes."""
 
-    def __init__(self, has_reuse_filter: bool, has_disk: bool) -> None:
-        counters = {**_COUNTERS, **(_DISK_COUNTERS if has_disk else {})}
+    def __init__(self, has_reuse_filter: bool, has_disk: bool, has_persisted_ram: bool = False) -> None:
+        counters = _counters(has_disk, has_persisted_ram)
         self._counters = {key: name for key, (name, _) in counters.items()}
         if has_reuse_filter:
             self._counters[_STORES_SKIPPED] = CPUOffloadingMetrics.STORES_SKIPPED
@@ -166,6 +173,11 @@ def disk_figures(
         "disk_breaker_state": _BREAKER_VALUES[breaker.state],
     }
     return counters, gauges
+
+
+def _counters(has_disk: bool, has_persisted_ram: bool) -> dict[str, tuple[str, str]]:
+    disk = _DISK_COUNTERS if has_disk else {}
+    return {**_COUNTERS, **disk, **(_PERSISTED_RAM_COUNTERS if has_persisted_ram else {})}
 
 
 def _gauge(stats: ManagerStats, key: str) -> int:
