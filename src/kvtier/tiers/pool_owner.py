@@ -7,6 +7,7 @@ writes a number of its own into the file; a rank that comes late finds another n
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -36,6 +37,12 @@ def lock_as_rank(fd: int, owner: int) -> None:
     shared = _try_lock(fd, fcntl.F_RDLCK, _RANKS, 1)
     if not shared or os.pread(fd, NUMBER.size, OWNER_OFFSET_BYTES) != NUMBER.pack(owner):
         raise PoolError("cannot attach the named RAM pool: it belongs to another engine by now")
+
+
+def unlock(fd: int) -> None:
+    """Whatever was locked through this open file is not any more."""
+    with contextlib.suppress(OSError):
+        _try_lock(fd, fcntl.F_UNLCK, _OWNER, _TO_THE_END)
 
 
 def _try_lock(fd: int, kind: int, start: int, length: int) -> bool:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvtier.errors import ConfigurationError, PoolError
 from kvtier.tiers.memory_limits import HUGETLBFS, check_pool_dir, check_pool_size, filesystem_type
-from kvtier.tiers.pool_owner import lock_as_rank
+from kvtier.tiers.pool_owner import lock_as_rank, unlock
 
 __all__ = ["PoolHandle", "RamPool", "check_pool_size"]
 
@@ -79,6 +79,9 @@ class _Mapping:
         with contextlib.suppress(BufferError):
             self._memory.close()
         if self._fd >= 0:
+            if self.handle.owner:
+                # what keeps the memory mapped keeps the file open too: others need not wait for that
+                unlock(self._fd)
             os.close(self._fd)
             self._fd = -1
 

@@ -178,7 +178,7 @@ class RamKeeper:
         threads, self._threads = self._threads, []
         for thread in threads:
             thread.join()
-        nothing: Any = np.zeros(0, np.uint8)  # views would keep the file locked
+        nothing: Any = np.zeros(0, np.uint8)  # views would keep the pool mapped
         self._slots = self._records = self._states = self._uses = self._magic = nothing
 
     # -- threads ---------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class RamKeeper:
             try:
                 self._check(tasks) if is_check else self._keep(tasks)
             except Exception as error:  # a thread that ends would leave requests waiting
-                logger.error("kvtier: %d blocks of the RAM pool could not be hashed: %r", len(tasks), error)
+                logger.error("kvtier: %d blocks of the RAM pool could not be hashed: %s", len(tasks), repr(error))
                 if is_check:
                     self._tell_checked(tasks, [False] * len(tasks))
             with self._lock:
