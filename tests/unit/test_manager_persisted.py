@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from persist_harness import KEYS, NUM_SLOTS, Process, content
 
 from kvtier.errors import BlockNotReadyError
 from kvtier.events import OffloadingEvent
@@ -14,6 +13,7 @@ from kvtier.interfaces import ReqContext, Residency
 from kvtier.keys import OffloadKey
 from kvtier.manager import CircuitBreaker, PersistedOffloadingManager, TieredOffloadingManager
 from kvtier.tier_interfaces import CheckedBlock
+from persist_harness import KEYS, NUM_SLOTS, Process, content
 
 
 class Keeper:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from persist_harness import KEYS, NUM_SLOTS, SLOT_BYTES, Process, content
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers import ram_keeper
 from kvtier.tiers.disk.layout import PAGE_BYTES, RECORD_BYTES
 from kvtier.tiers.ram_persist import index_bytes
+from persist_harness import KEYS, NUM_SLOTS, SLOT_BYTES, Process, content
 
-NUM_KILLS = 60
+NUM_KILLS = 40
 
 
 @pytest.fixture
@@ -315,7 +315,7 @@ def test_kills_at_any_moment(path: Path) -> None:
         time.sleep(random.Random(seed).uniform(0.005, 0.05))  # the moment is the point, nothing waits for it
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, f"process {seed}"
-        if seed % 6 == 5:
+        if seed % 4 == 3:
             process = Process(path)
             num_found += len(process.restored)
             assert all(found == content(key).tobytes() for key, found in process.load(KEYS).items())

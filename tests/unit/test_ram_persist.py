@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from persist_harness import KEYS, NAMESPACE, NUM_SLOTS, SLOT_BYTES, Process, content
 
 from kvtier.errors import ConfigurationError, PoolError
 from kvtier.runtime import num_slots_for, parse_config
 from kvtier.tiers import ram_persist
 from kvtier.tiers.ram import RamPool
 from kvtier.tiers.ram_persist import PersistedPool, PoolHeader, index_bytes, open_persisted, pool_path, slots_within
+from persist_harness import KEYS, NAMESPACE, NUM_SLOTS, SLOT_BYTES, Process, content
 
 RANK = """
 import base64, pickle, sys
@@ -302,7 +302,7 @@ def test_names() -> None:
     for name in ("chat", "Qwen3-8B_fp8.v2", "_x", "7"):
         assert parse_config({"ram": "1GiB", "ram_persist": name}).ram_persist == name
     for bad in ("", ".", "..", ".hidden", "-x", "a/b", "a b", "a+rank1", "ä", "x" * 65, "a\n", 7, True, None):
-        with pytest.raises(ConfigurationError, match="ram_persist is .*; allowed: a name"):
+        with pytest.raises(ConfigurationError, match=r"ram_persist is .*; allowed: a name"):
             parse_config({"ram": "1GiB", "ram_persist": bad})
 
 
