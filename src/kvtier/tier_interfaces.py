@@ -233,6 +233,9 @@ class CheckedBlock(NamedTuple):
     """Every byte is as it was stored, under this very key."""
 
 
+Slots = Sequence[int] | npt.NDArray[np.int64]
+
+
 class PoolKeeper(Protocol):
     """Writes down what is in the slots of a RAM pool that outlives its process, and checks what comes back.
 
@@ -240,17 +243,17 @@ class PoolKeeper(Protocol):
     process finds it, whenever and however this one dies. None of these calls blocks or does I/O.
     """
 
-    def forget(self, slots: Sequence[int]) -> None:
+    def forget(self, slots: Slots) -> None:
         """The records of these slots are void when this returns, and none that was on its way will come. Called before
         anybody may write the slots, and for blocks that are not to be trusted."""
         ...
 
-    def keep(self, keys: Sequence[OffloadKey], slots: Sequence[int], generations: Sequence[int]) -> None:
+    def keep(self, keys: Sequence[OffloadKey], slots: Slots, generations: Slots) -> None:
         """These slots hold these blocks, whole, until `forget`. By and by they get records. Blocks that were told
         before are passed over. Keys are in prefix order."""
         ...
 
-    def note_use(self, slots: Sequence[int]) -> None:
+    def note_use(self, slots: Slots) -> None:
         """One use of the blocks in these slots, in prefix order: the next process evicts others before them."""
         ...
 

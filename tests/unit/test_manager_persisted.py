@@ -27,7 +27,7 @@ class Keeper:
         self.num_resets = 0
 
     def forget(self, slots: Sequence[int]) -> None:
-        self.forgotten += slots
+        self.forgotten += list(slots)
 
     def keep(self, keys: Sequence[OffloadKey], slots: Sequence[int], generations: Sequence[int]) -> None:
         assert len(keys) == len(slots) == len(generations)

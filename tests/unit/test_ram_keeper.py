@@ -174,6 +174,21 @@ def test_no_record_for_a_slot_that_was_claimed_while_it_was_hashed(
     first.abandon()
 
 
+def test_blocks_that_are_told_again_and_slots_that_changed_hands(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Process(path)
+    with pytest.MonkeyPatch.context() as idle:
+        idle.setattr(first.keeper, "_wake", lambda: None)
+        for keys in (KEYS[:8], KEYS[8:16], KEYS[6:10]):
+            first.store(keys)  # the last ones take the slots of the first, which are to get records still
+    first.store(KEYS[6:10])
+    slots = [first.ram._ready[key] for key in KEYS[6:10]]
+    first.keeper.keep(KEYS[6:10], slots, [first.ram._index.generations[slot] for slot in slots])
+    ready = set(first.ram._ready)
+    first.stop()
+    assert assert_loads_only_whole_blocks(path, KEYS).keys() == ready
+    assert not caplog.records
+
+
 def test_a_key_that_fits_no_record_is_not_kept(path: Path) -> None:
     first = Process(path)
     long = OffloadKey(b"k" * 65)

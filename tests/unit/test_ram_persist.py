@@ -262,6 +262,23 @@ def test_a_name_that_is_removed_is_free_and_what_runs_goes_on(path: Path) -> Non
     second.stop()
 
 
+def test_a_name_that_is_removed_while_it_is_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, removed = ram_persist.try_to_own, []
+
+    def remove_first(fd: int) -> bool:
+        if not removed:
+            removed.append(path.unlink())
+        return real(fd)
+
+    monkeypatch.setattr(ram_persist, "try_to_own", remove_first)
+    first = Process(path)
+    first.store(KEYS[:5])
+    first.stop()
+    second = Process(path)
+    assert second.restored == set(KEYS[:5]), "it was written where the name is"
+    second.stop()
+
+
 def test_no_room_leaves_no_file(path: Path) -> None:
     with pytest.raises(ConfigurationError, match="does not fit"):
         open_it(path, num_slots=1 << 40)

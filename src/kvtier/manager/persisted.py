@@ -69,7 +69,7 @@ class PersistedOffloadingManager(CPUOffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         spec = super().prepare_load(keys, req_context)
-        self._keeper.note_use(spec.slots)
+        self._keeper.note_use(spec.block_ids)
         return spec
 
     def complete_store(
@@ -151,7 +151,7 @@ class PersistedOffloadingManager(CPUOffloadingManager):
         req_context: ReqContext,
     ) -> PrepareStoreOutput:
         output = super()._grant(keys, new, evicted, request, req_context)
-        self._keeper.forget(cast(CPULoadStoreSpec, output.store_spec).slots)
+        self._keeper.forget(cast(CPULoadStoreSpec, output.store_spec).block_ids)
         return output
 
     def _withdraw(self, keys: list[OffloadKey]) -> None:

@@ -12,12 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
-from kvtier.tier_interfaces import CheckedBlock
+from kvtier.tier_interfaces import CheckedBlock, Slots
 from kvtier.tiers.disk.layout import (
     FREE,
     MAX_KEY_BYTES,
@@ -52,6 +54,14 @@ class _Task(NamedTuple):
     generation: int
 
 
+class _Batch(NamedTuple):
+    """Blocks that are to get records."""
+
+    keys: Sequence[OffloadKey]
+    slots: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.int64]
+
+
 class RamKeeper:
     """A `PoolKeeper` over an open `PersistedPool`, which stays the caller's: `close` comes before that of the pool.
 
@@ -76,13 +86,13 @@ class RamKeeper:
         # guarded by the lock
         self._holders = np.zeros(persisted.header.num_slots, np.int64)
         """Generation of the block that each slot holds or is to get a record for; `_NOBODY` without one."""
-        self._to_keep: dict[int, _Task] = {}
-        """By slot, oldest first."""
+        self._to_keep: deque[_Batch] = deque()
+        """Oldest first. Blocks whose slots have other holders by now are passed over."""
         self._to_check: deque[_Task] = deque()
         self._checked: list[CheckedBlock] = []
         self._num_checking = 0
         self._num_hashing = 0
-        """Blocks in the hands of threads, to be kept."""
+        """Batches in the hands of threads, to be kept."""
         self._is_off = False
         """There was a reset: nothing is written down any more."""
         self._stopping = False
@@ -96,42 +106,43 @@ class RamKeeper:
         places = places[np.argsort(self._uses[places], kind="stable")]
         records = self._records[places]
         keys = record_keys(records["key"], records["key_bytes"])
-        slot_of: dict[OffloadKey, int] = {}
-        for key, slot in zip(keys, places.tolist(), strict=True):
-            # stored again after it was evicted: the older slot was not written since, and is free
-            slot_of.pop(key, None)
-            slot_of[key] = slot
-        runs: dict[int, list[OffloadKey]] = {}
+        # a block that was stored again after it was evicted may be there twice: the one that was used last stands
+        slot_of = dict(zip(keys, places.tolist(), strict=True))
         uses = self._uses.tolist()
-        for key, slot in slot_of.items():
+        runs: dict[int, list[OffloadKey]] = {}
+        for key, slot in sorted(slot_of.items(), key=lambda block: uses[block[1]]):
             runs.setdefault(uses[slot] >> _RUN_BITS, []).append(key)
         # within a run the deepest block was the first to go
         return [{key: slot_of[key] for key in reversed(run)} for run in runs.values()]
 
     # -- PoolKeeper ------------------------------------------------------------------------------------------
 
-    def forget(self, slots: Sequence[int]) -> None:
-        if not slots:
+    def forget(self, slots: Slots) -> None:
+        if not len(slots):
             return
+        slots = np.asarray(slots)
         with self._lock:
             self._holders[slots] = _NOBODY
             self._states[slots] = FREE
-            if self._to_keep:
-                for slot in slots:
-                    self._to_keep.pop(slot, None)
 
-    def keep(self, keys: Sequence[OffloadKey], slots: Sequence[int], generations: Sequence[int]) -> None:
+    def keep(self, keys: Sequence[OffloadKey], slots: Slots, generations: Slots) -> None:
         if self._is_off or not keys:
             return
-        self.note_use(slots)
+        batch = _Batch(keys, np.asarray(slots), np.asarray(generations))
+        is_new = self._holders[batch.slots] != batch.generations
+        if max(map(len, keys)) > MAX_KEY_BYTES:
+            is_new &= [len(key) <= MAX_KEY_BYTES for key in keys]
+        if not is_new.all():
+            batch = _part(batch, is_new)
+            if not batch.keys:
+                return
+        self.note_use(batch.slots)
         with self._lock:
-            for task in map(_Task, keys, slots, generations):
-                if self._holders[task.slot] != task.generation and len(task.key) <= MAX_KEY_BYTES:
-                    self._holders[task.slot] = task.generation
-                    self._to_keep[task.slot] = task
+            self._holders[batch.slots] = batch.generations
+            self._to_keep.append(batch)
             self._wake()
 
-    def note_use(self, slots: Sequence[int]) -> None:
+    def note_use(self, slots: Slots) -> None:
         # no record depends on it: at worst the next process evicts in another order
         self._num_calls += 1
         first = ((self._num_calls + 1) << _RUN_BITS) - 1
@@ -190,7 +201,7 @@ class RamKeeper:
                 thread = threading.Thread(target=self._run, name=f"kvtier-keep-{number}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-        self._work_ready.notify(self._num_threads if len(self._to_keep) + len(self._to_check) > 1 else 1)
+        self._work_ready.notify(1 if len(self._to_keep) + len(self._to_check) == 1 else self._num_threads)
 
     def _run(self) -> None:
         while True:
@@ -199,55 +210,63 @@ class RamKeeper:
                     self._work_ready.wait()
                 if self._stopping:
                     return
-                is_check = bool(self._to_check)
-                tasks = self._take(is_check)
+                if self._to_check:  # somebody waits for it
+                    work: list[_Task] | _Batch = self._take_checks()
+                else:
+                    work = self._take_batch()
+                    self._num_hashing += 1
             try:
-                self._check(tasks) if is_check else self._keep(tasks)
+                self._keep(work) if isinstance(work, _Batch) else self._check(work)
             except Exception as error:  # a thread that ends would leave requests waiting
-                logger.error("kvtier: %d blocks of the RAM pool could not be hashed: %s", len(tasks), repr(error))
-                if is_check:
-                    self._tell_checked(tasks, [False] * len(tasks))
+                logger.error("kvtier: some blocks of the RAM pool could not be hashed: %s", repr(error))
+                if not isinstance(work, _Batch):
+                    self._tell_checked(work, [False] * len(work))
             with self._lock:
-                if not is_check:
-                    self._num_hashing -= len(tasks)
+                self._num_hashing -= isinstance(work, _Batch)
                 self._progress.notify_all()
 
-    def _take(self, is_check: bool) -> list[_Task]:
-        """What a thread does next: what somebody waits for comes first. Lock held."""
-        if is_check:
-            # another thread may help
-            count = min(self._max_batch, -(-len(self._to_check) // self._num_threads))
-            return [self._to_check.popleft() for _ in range(count)]
-        count = min(self._max_batch, -(-len(self._to_keep) // self._num_threads))
-        tasks = [self._to_keep.pop(slot) for slot in list(self._to_keep)[:count]]
-        self._num_hashing += count
-        return tasks
+    def _take_checks(self) -> list[_Task]:
+        """A share of them: another thread may help. Lock held."""
+        count = min(self._max_batch, -(-len(self._to_check) // self._num_threads))
+        return [self._to_check.popleft() for _ in range(count)]
 
-    def _hash(self, task: _Task) -> int:
-        header = self._header
-        return data_checksum(self._slots[task.slot], task.key, header.namespace, header.epoch)
+    def _take_batch(self) -> _Batch:
+        """Lock held."""
+        batch = self._to_keep.popleft()
+        if len(batch.keys) > self._max_batch:
+            first = np.arange(len(batch.keys)) < self._max_batch
+            self._to_keep.appendleft(_part(batch, ~first))
+            batch = _part(batch, first)
+        return batch
+
+    def _hash(self, key: OffloadKey, slot: int) -> int:
+        return data_checksum(self._slots[slot], key, self._header.namespace, self._header.epoch)
 
     def _check(self, tasks: list[_Task]) -> None:
         expected = self._records["data_checksum"][[task.slot for task in tasks]].tolist()
-        self._tell_checked(tasks, [self._hash(task) == wanted for task, wanted in zip(tasks, expected, strict=True)])
+        self._tell_checked(
+            tasks, [self._hash(task.key, task.slot) == checksum for task, checksum in zip(tasks, expected, strict=True)]
+        )
 
     def _tell_checked(self, tasks: list[_Task], verdicts: list[bool]) -> None:
         with self._lock:
             self._checked += [CheckedBlock(*task, verdict) for task, verdict in zip(tasks, verdicts, strict=True)]
             self._num_checking -= len(tasks)
 
-    def _keep(self, tasks: list[_Task]) -> None:
-        records = np.zeros(len(tasks), RECORD)
+    def _keep(self, batch: _Batch) -> None:
+        is_current = self._holders[batch.slots] == batch.generations
+        keys, slots, generations = batch if is_current.all() else _part(batch, is_current)
+        if not keys:
+            return
+        records = np.zeros(len(keys), RECORD)
         records["state"] = READY
-        records["key_bytes"] = [len(task.key) for task in tasks]
-        keys = b"".join(task.key.ljust(MAX_KEY_BYTES, b"\0") for task in tasks)
-        records["key"] = np.frombuffer(keys, f"V{MAX_KEY_BYTES}")
-        records["generation"] = generations = np.array([task.generation for task in tasks], np.int64)
+        records["key_bytes"] = [len(key) for key in keys]
+        records["key"] = np.frombuffer(b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys), f"V{MAX_KEY_BYTES}")
+        records["generation"] = generations
         records["epoch"] = self._header.epoch
-        records["data_checksum"] = [self._hash(task) for task in tasks]
+        records["data_checksum"] = [self._hash(key, slot) for key, slot in zip(keys, slots.tolist(), strict=True)]
         records["stored_at_s"] = int(time.time())
         records["namespace"] = namespace_tag(self._header.namespace)
-        slots = np.array([task.slot for task in tasks], np.int64)
         seal(records, slots)
         records["state"] = FREE
         with self._lock:
@@ -255,3 +274,8 @@ class RamKeeper:
             slots = slots[is_current]
             self._records[slots] = records[is_current]
             self._states[slots] = READY
+
+
+def _part(batch: _Batch, mask: npt.NDArray[np.bool_]) -> _Batch:
+    """Those of `batch` for which `mask`, (len(batch.keys),), is true."""
+    return _Batch(list(compress(batch.keys, mask)), batch.slots[mask], batch.generations[mask])
