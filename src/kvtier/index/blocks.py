@@ -138,7 +138,8 @@ class BlockIndex:
         Returns the slots in the order of `keys`, and their new generation; the caller owns the list.
         """
         slots = list(map(self._check_from.pop, keys))
-        self.num_allocations = generation = self.num_allocations + 1
+        self.num_allocations += 1
+        generation = self.num_allocations
         for slot in slots:
             self.generations[slot] = generation
         self._check_to.update(zip(keys, slots, strict=True))
