@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # the engine's loops spin: more threads than cores make everything slower
 export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE := 1
+# a process a core; each test keeps to files, ports and names of its own
+SIDE_BY_SIDE := -n auto --dist worksteal
 
 .PHONY: help demo test test-fast test-vllm check bench soak clean
 
@@ -31,12 +33,12 @@ demo: $(VENV)/.engine  ## a real vLLM without and with kvtier, side by side (a f
 	$(BIN)/kvtier demo
 
 test: $(VENV)/.engine  ## every test, the ones against the real vLLM included
-	$(BIN)/python -m pytest -m 'not vllm'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not vllm'
 	@# apart: vLLM 0.32 on CPU fails to start in a process that has loaded llvmlite before it, as other tests have
 	$(BIN)/python -m pytest tests/vllm
 
 test-fast: $(VENV)/.dev  ## the tests that need no engine and little time
-	$(BIN)/python -m pytest -m 'not vllm and not slow'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not vllm and not slow'
 
 test-vllm: $(VENV)/.engine  ## the tests against the real vLLM alone
 	$(BIN)/python -m pytest tests/vllm
@@ -46,14 +48,15 @@ check: $(VENV)/.dev  ## lint, types, imports, fast tests: under two minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m 'not vllm and not slow'
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m 'not vllm and not slow'
 
-bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside memcpy, disk beside fio, Valkey beside a socket
+bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside memcpy, disk beside fio, Valkey beside a socket, a shared tier beside computing
 	$(BIN)/python benchmarks/manager.py $(if $(TRACE),--trace $(TRACE))
 	$(BIN)/python benchmarks/deferral.py
 	$(BIN)/python benchmarks/copies.py
 	$(BIN)/python benchmarks/disk.py --dir $(or $(DISK),/var/tmp)
 	$(BIN)/python benchmarks/valkey.py
+	$(BIN)/python benchmarks/shared_ttft.py
 
 soak: $(VENV)/.engine  ## ten million simulated operations, long state machines, twenty kills of a real engine (an hour)
 	$(BIN)/kvtier simulate --seeds 0:9100 --timings

@@ -119,7 +119,7 @@ def check_figures(engine: Engine) -> None:
 
     settings = engine.llm.vllm_config.kv_transfer_config.kv_connector_extra_config
     declared = {**KVTierOffloadingSpec.build_metric_definitions(settings), **get_connector_metric_definitions()}
-    engine.manager._reporter = MetricsReporter(has_reuse_filter=False, has_disk=False, has_persisted_ram=True)
+    engine.manager._reporter = MetricsReporter(has_reuse_filter=False, has_tiers=False, has_persisted_ram=True)
     reported = engine.connector.get_kv_connector_stats().reduce()
     assert {name.removesuffix("_count").removesuffix("_sum") for name in reported} <= declared.keys()
     assert reported["vllm:kvtier_restored_blocks"] == 36

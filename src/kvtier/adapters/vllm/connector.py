@@ -27,7 +27,13 @@ from kvtier.adapters.vllm.identity import NoIdentityError, identity_fields
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metadata import KVTierConnectorMetadata, KVTierWorkerMetadata
 from kvtier.adapters.vllm.recording import Recording
-from kvtier.adapters.vllm.spec import IDENTITY_KEY, NUM_ENGINES_KEY, ONE_PROCESS_KEY, KVTierOffloadingSpec
+from kvtier.adapters.vllm.spec import (
+    IDENTITY_KEY,
+    NUM_ENGINES_KEY,
+    ONE_PROCESS_KEY,
+    WEIGHTS_CHANGE_KEY,
+    KVTierOffloadingSpec,
+)
 from kvtier.adapters.vllm.worker import PooledWorker
 from kvtier.errors import ConfigurationError
 from kvtier.interfaces import CPULoadStoreSpec, ReqContext
@@ -58,7 +64,7 @@ class KVTierConnector(OffloadingConnector):
         transfer_config.kv_connector_extra_config[ONE_PROCESS_KEY] = (
             vllm_config.parallel_config.distributed_executor_backend == "uni"
         )
-        if role == KVConnectorRole.SCHEDULER and (settings.disk is not None or settings.ram_persist is not None):
+        if role == KVConnectorRole.SCHEDULER and (settings.tiers or settings.ram_persist is not None):
             _tell_identity(vllm_config, kv_cache_config, settings)
         # the scheduler reads this right after: a failed load is recomputed, not an error of the request
         transfer_config.kv_load_failure_policy = "recompute"
@@ -308,20 +314,21 @@ class KVTierConnector(OffloadingConnector):
 
 
 def _tell_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Config) -> None:
-    """What the spec cannot see: whose blocks would outlive the process. Where nobody could tell, none do."""
+    """What the spec cannot see: whose blocks others would be given. Where nobody could tell, nobody is."""
     extra_config, parallel = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.parallel_config
-    weights_id = settings.disk.weights_id if settings.disk is not None else None
-    off = "no disk tier, blocks stay in RAM only" if settings.disk is not None else ""
-    if settings.ram_persist is not None:
-        off += ("; " if off else "") + "nothing in RAM will outlive this process"
+    wanted = ["disk tier"] * bool(settings.disk) + ["shared tiers"] * bool(settings.shared)
+    lost = [f"no {' and no '.join(wanted)}, blocks stay in RAM only"] * bool(wanted)
+    lost += ["nothing in RAM will outlive this process"] * (settings.ram_persist is not None)
+    without = "; ".join(lost)
     try:
-        extra_config[IDENTITY_KEY] = identity_fields(vllm_config, kv_cache_config, weights_id)
+        extra_config[IDENTITY_KEY] = identity_fields(vllm_config, kv_cache_config, settings.weights_id)
     except NoIdentityError as reason:
-        logger.warning("kvtier: %s: %s", off, reason)
+        logger.warning("kvtier: %s: %s", without, reason)
         extra_config[IDENTITY_KEY] = None
     except Exception as error:  # a model with settings of its own kind is no reason not to start
-        logger.error("kvtier: %s: this model's identity cannot be told: %r", off, error)
+        logger.error("kvtier: %s: this model's identity cannot be told: %r", without, error)
         extra_config[IDENTITY_KEY] = None
+    extra_config[WEIGHTS_CHANGE_KEY] = vllm_config.weight_transfer_config is not None
     # of independent engines vLLM forgets the number, but for this field
     extra_config[NUM_ENGINES_KEY] = max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size)
 
