@@ -141,6 +141,20 @@ def test_a_check_that_never_ends_is_given_up(manager: PersistedOffloadingManager
     manager.check_invariants()
 
 
+def test_a_check_that_ends_when_its_slot_is_somebody_elses(manager: PersistedOffloadingManager, keeper: Keeper) -> None:
+    manager.lookup(KEYS[0], ReqContext("first"))
+    manager.reset_cache()
+    manager.writers_died()
+    store(manager, KEYS[8:16])
+    keeper.forgotten.clear()
+    keeper.finish(bad=[KEYS[0]])
+    manager.advance(1.0)
+    assert keeper.forgotten == []
+    assert manager.get_stats().counters["late_completions"] == 1
+    assert manager.lookup_prefix(KEYS[8:16], ReqContext("second")) == (8, Residency.READY)
+    manager.check_invariants()
+
+
 def test_eviction_takes_what_nobody_has_checked_too(manager: PersistedOffloadingManager, keeper: Keeper) -> None:
     store(manager, KEYS[8:12])
     assert keeper.kept == KEYS[8:12]

@@ -111,8 +111,12 @@ class PersistedOffloadingManager(CPUOffloadingManager):
 
     def _take_checked(self, checked: list[CheckedBlock]) -> None:
         self.num_checking -= len(checked)
+        # a slot that has been handed out again meanwhile is somebody else's
+        generations = self._index.generations
+        own = [block for block in checked if generations[block.slot] == block.generation]
+        self._counters["late_completions"] += len(checked) - len(own)
         for is_intact in (True, False):
-            blocks = [block for block in checked if block.is_intact is is_intact]
+            blocks = [block for block in own if block.is_intact is is_intact]
             if not blocks:
                 continue
             keys, slots = [block.key for block in blocks], [block.slot for block in blocks]
