@@ -17,7 +17,7 @@ from kvtier.tiers.ram_persist import PoolHeader, open_persisted
 
 BLOCK_BYTES = 3 * 2 * 2 * 32 * 4 * BLOCK  # of the dense model: layers, K and V, heads, head size, float32
 LENGTH = 6 * BLOCK + 10
-RAM_BLOCKS = 64
+RAM_BLOCKS = 128
 NAME = "test"
 
 new_prompt = Prompts(seed=21)
@@ -179,7 +179,7 @@ def test_kill_9_of_two_ranks_and_their_engine(dense, plain, drive, tmp_path):
     engine.expect("tokens")
     engine.kill(engine.pids())  # in the middle of stores
     engine.wait_until_gone()
-    assert 28 <= blocks_in(tmp_path) <= RAM_BLOCKS
+    assert blocks_in(tmp_path) >= 36
     engine = drive(**ranks)
-    assert ask_all(engine, prompts, answers) >= 20
+    assert ask_all(engine, prompts, answers) == 36
     assert engine.close() == 0, engine.log_tail()
