@@ -180,9 +180,9 @@ def test_an_engine_that_is_to_be_given_other_weights_says_so(dense, tmp_path, mo
     told: list[bool] = []
     build_stack = spec.build_stack
 
-    def note(config, pool, identity, enable_events):
+    def note(config, pool, identity, *rest):
         told.append(identity.weights_may_change)
-        return build_stack(config, pool, identity, enable_events)
+        return build_stack(config, pool, identity, *rest)
 
     monkeypatch.setattr(spec, "build_stack", note)
     build_connector(dense, disk_in(tmp_path))
@@ -224,3 +224,18 @@ def test_an_engine_says_why_it_has_none(dense, tmp_path, log, capsys):
     source.write_text(log.text)
     assert run(["doctor", str(source)]) == 1
     assert "load_format 'dummy'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("why", ["load_format 'dummy'", "weight_transfer_config"])
+def test_ram_does_not_outlive_an_engine_whose_weights_nobody_knows(dense, tmp_path, caplog, monkeypatch, why):
+    from vllm.config import WeightTransferConfig
+
+    monkeypatch.setattr(logging.getLogger("kvtier"), "propagate", True)
+    settings = {"ram": "1MiB", "pool_dir": str(tmp_path), "ram_persist": "test"}
+    changes = {"load_format": "dummy"} if "dummy" in why else {"weight_transfer_config": WeightTransferConfig("ipc")}
+    with caplog.at_level(logging.WARNING), caplog.at_level(logging.WARNING, logger="kvtier"):
+        build_connector(dense, settings, **changes)
+    assert list(tmp_path.iterdir()) == []
+    (line,) = {record.getMessage() for record in caplog.records if "kvtier" in record.getMessage()}
+    assert line.startswith("kvtier: nothing in RAM will outlive this process:")
+    assert why in line

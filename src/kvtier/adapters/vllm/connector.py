@@ -66,7 +66,7 @@ class KVTierConnector(OffloadingConnector):
         transfer_config.kv_connector_extra_config[ONE_PROCESS_KEY] = (
             vllm_config.parallel_config.distributed_executor_backend == "uni"
         )
-        if role == KVConnectorRole.SCHEDULER and settings.tiers:
+        if role == KVConnectorRole.SCHEDULER and (settings.tiers or settings.ram_persist is not None):
             _tell_identity(vllm_config, kv_cache_config, settings)
         # the scheduler reads this right after: a failed load is recomputed, not an error of the request
         transfer_config.kv_load_failure_policy = "recompute"
@@ -331,11 +331,13 @@ class KVTierConnector(OffloadingConnector):
 
 
 def _tell_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Config) -> None:
-    """What the spec cannot see: whose blocks tiers below RAM would hold. Where nobody could tell, there are none."""
+    """What the spec cannot see: whose blocks others would be given. Where nobody could tell, nobody is."""
     extra_config, parallel = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.parallel_config
     wanted = ["disk tier"] * bool(settings.disk) + ["shared tiers"] * bool(settings.shared)
-    without = f"no {' and no '.join(wanted)}, blocks stay in RAM only"
     extra_config[IDENTITY_KEY] = None
+    lost = [f"no {' and no '.join(wanted)}, blocks stay in RAM only"] * bool(wanted)
+    lost += ["nothing in RAM will outlive this process"] * (settings.ram_persist is not None)
+    without = "; ".join(lost)
     try:
         extra_config[IDENTITY_KEY] = identity_fields(vllm_config, kv_cache_config, settings.weights_id)
     except NoIdentityError as reason:

@@ -51,10 +51,12 @@ class VLLMManager(OffloadingManager):
         pool: RamPool,
         has_reuse_filter: bool,
         tier_names: Sequence[str] = (),
+        *,
+        has_persisted_ram: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`tier_names`: of the tiers below RAM that the user wants. Which of them there are, `stack` says. `stack` and
-        `pool` are this object's to end."""
+        """`tier_names`: of the tiers below RAM that the user wants; `has_persisted_ram`: whether RAM is to outlive the
+        process. Which of them there are, `stack` says. `stack` and `pool` are this object's to end."""
         self.core = stack.core
         self.stack = stack
         self.pool = pool
@@ -65,7 +67,7 @@ class VLLMManager(OffloadingManager):
         self._key_bytes: int | None = None
         """Length of vLLM's keys, once there are longer ones of ours."""
         self._clock = clock
-        self._reporter = MetricsReporter(has_reuse_filter, bool(tier_names))
+        self._reporter = MetricsReporter(has_reuse_filter, bool(tier_names), has_persisted_ram)
         self._wanted_tiers = tier_names
         self._logged_errors: set[str] = set()
         self._breakers = stack.breakers
