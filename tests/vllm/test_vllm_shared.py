@@ -285,8 +285,7 @@ def test_a_store_that_is_killed_under_an_engine_costs_hits_and_nothing_else(expe
         assert time.monotonic() < give_up_at_s, "what is stored after the store is back is not found"
 
 
-@pytest.mark.usefixtures("_shelf")
-def test_a_model_with_several_kv_groups(hybrid, plain, tmp_path, request):
+def test_a_model_with_several_kv_groups(hybrid, plain, _shelf, tmp_path, request):  # noqa: PT019 (it is used)
     store = Valkey(tmp_path)
     request.addfinalizer(store.stop)
     engines = FirstEngine(_shelf, hybrid, {**settings_of(store), "ram": "16MiB"})
