@@ -3,6 +3,7 @@ the store meanwhile. Against real stores: a new kind is one entry of `STORES`.""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,7 +87,27 @@ class Mooncake:
         self._master.stop()
 
 
-STORES: dict[str, Callable[[Path], SharedStore]] = {"valkey": Valkey, "s3": S3, "mooncake": Mooncake}
+class Folder:
+    """Killed: somebody removes the folder under the engines."""
+
+    name = "file"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "kv"
+        self.url = f"file://{self._folder}?capacity=64MiB&min_free=0&{UNHURRIED}"
+
+    def num_blocks(self) -> int:
+        return sum(path.is_file() and path.stat().st_size >= BLOCK_BYTES for path in self._folder.rglob("*"))
+
+    def kill(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+STORES: dict[str, Callable[[Path], SharedStore]] = {"valkey": Valkey, "s3": S3, "mooncake": Mooncake, "file": Folder}
 
 
 @pytest.fixture(scope="module", params=STORES)
