@@ -12,6 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.errors import ConfigurationError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.shared.envelope import (
@@ -53,6 +56,12 @@ class ValkeyStore:
     @property
     def place(self) -> str:
         return self.config.place
+
+    def attach(self, pool: npt.NDArray[np.uint8]) -> None:
+        """Sockets take any memory."""
+
+    def detach(self, deadline_s: float) -> bool:
+        return True
 
     def connect(self, deadline_s: float) -> ValkeyConnection:
         import redis.exceptions as errors  # noqa: PLC0415
