@@ -40,6 +40,7 @@ class TestValkeyTier(UnboundedTierConformance):
     answers_at_once = False
     num_connections = 4
     ttl_s = 0
+    compression = "off"
 
     @pytest.fixture(autouse=True)
     def _server(self, server: ValkeyServer) -> None:
@@ -50,7 +51,7 @@ class TestValkeyTier(UnboundedTierConformance):
 
     def make_tier(self, capacity_blocks: int) -> Tier:
         store = ValkeyStore(ValkeyConfig("127.0.0.1", self.server.port, ttl_s=self.ttl_s))
-        config = SharedConfig(NAMESPACE, num_connections=self.num_connections)
+        config = SharedConfig(NAMESPACE, num_connections=self.num_connections, compression=self.compression)
         # in one test everything is one process: equal epochs are of equal weights
         return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
 
@@ -66,10 +67,26 @@ class TestValkeyTierOddSize(TestValkeyTier):
     ttl_s = 3600
 
 
+class TestValkeyTierCompressed(TestValkeyTier):
+    compression = "on"
+
+    @pytest.fixture(autouse=True)
+    def _compresses(self, _server: None) -> Iterator[None]:
+        yield
+        with self.server.client() as client:
+            sizes = {client.strlen(key) for key in client.scan_iter()}
+        assert all(size < self.slot_bytes for size in sizes)
+
+
+class TestValkeyTierOddSizeCompressed(TestValkeyTierCompressed, TestValkeyTierOddSize):
+    """The last element of a block is not whole."""
+
+
 class TestS3Tier(UnboundedTierConformance):
     durable = True
     answers_at_once = False
     num_connections = 4
+    compression = "off"
 
     @pytest.fixture(autouse=True)
     def _bucket(self, s3_server: S3Server) -> None:
@@ -78,7 +95,8 @@ class TestS3Tier(UnboundedTierConformance):
 
     def make_tier(self, capacity_blocks: int) -> Tier:
         # a busy machine's answers take their time
-        config = SharedConfig(NAMESPACE, num_connections=self.num_connections, lookup_timeout_s=10.0)
+        settings = {"num_connections": self.num_connections, "compression": self.compression}
+        config = SharedConfig(NAMESPACE, lookup_timeout_s=10.0, **settings)
         return SharedTier(config, S3Store(self.s3_config), self.epochs, make_salt=lambda: bytes(8))
 
     def advance_epoch(self) -> int:
@@ -90,6 +108,10 @@ class TestS3TierOddSize(TestS3Tier):
 
     slot_bytes = 5003
     num_connections = 1
+
+
+class TestS3TierCompressed(TestS3Tier):
+    compression = "on"
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,7 @@ class MooncakeStore:
     """One master and its segments. Raises ConfigurationError where Mooncake's client is missing."""
 
     medium = "MOONCAKE"
+    supports_compression = False  # its client moves RAM slots as they are
 
     def __init__(self, config: MooncakeConfig) -> None:
         try:

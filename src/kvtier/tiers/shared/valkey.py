@@ -19,17 +19,16 @@ from kvtier.errors import ConfigurationError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.shared.envelope import (
     CHECKSUM_BYTES,
-    BlockChecksum,
     EnvelopeError,
     Identity,
     Rejection,
-    check_header,
-    header_of,
+    header_bytes,
     value_bytes,
 )
 from kvtier.tiers.shared.resp import PIECE_BYTES, Buffer, ErrorReply, RespStream
 from kvtier.tiers.shared.store import BlockTransfer, StoreRefusedError, StoreTimeoutError, StoreUnreachableError
 from kvtier.tiers.shared.valkey_config import ValkeyConfig
+from kvtier.tiers.shared.values import IncomingValue, OutgoingValue, may_be_block, refuse_size
 
 _GONE = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "READONLY")
 """Errors of a server that cannot be used now."""
@@ -43,6 +42,7 @@ class ValkeyStore:
     """One server. Raises ConfigurationError where redis-py is missing."""
 
     medium = "VALKEY"
+    supports_compression = True
 
     def __init__(self, config: ValkeyConfig) -> None:
         try:
@@ -158,7 +158,10 @@ class ValkeyConnection:
         for line in set(lines):
             if line[:1] == b"-" and not line.startswith(b"-WRONGTYPE"):
                 raise _refusal(ErrorReply(line[1:].decode(errors="replace")))
-        return [line == whole[len(key)] for line, key in zip(lines, keys, strict=True)]
+        return [
+            line == whole[len(key)] or (line != b":0" and _may_be_block(line, key, block_bytes))
+            for line, key in zip(lines, keys, strict=True)
+        ]
 
     def load(self, blocks: Sequence[BlockTransfer], deadline_s: float) -> None:
         self._stream.deadline_s = deadline_s
@@ -234,20 +237,17 @@ class ValkeyConnection:
         return [answer[key] for key in keys]
 
     def _send_set(self, name: bytes, block: BlockTransfer) -> None:
-        header = header_of(block.identity, block.key, block.buffer.nbytes)
-        size = value_bytes(len(block.key), block.buffer.nbytes)
-        checksum = BlockChecksum(header)
+        value = OutgoingValue(block)
         before: list[Buffer] = [
-            b"*%d\r\n%s$%d\r\n" % (5 if self._expiry else 3, _arguments(b"SET", name), size),
-            header,
+            b"*%d\r\n%s$%d\r\n" % (5 if self._expiry else 3, _arguments(b"SET", name), value.num_bytes),
+            value.header,
         ]
-        data = block.buffer.data
-        for begin in range(0, len(data), PIECE_BYTES):
-            piece = data[begin : begin + PIECE_BYTES]
-            checksum.update(piece)
+        for begin in range(0, len(value.payload), PIECE_BYTES):
+            piece = value.payload[begin : begin + PIECE_BYTES]
+            value.checksum.update(piece)
             self._stream.send([*before, piece])
             before = []
-        self._stream.send([*before, checksum.value(), b"\r\n", self._expiry])
+        self._stream.send([*before, value.checksum.value(), b"\r\n", self._expiry])
 
     def _load_one(self, block: BlockTransfer) -> None:
         stream = self._stream
@@ -263,35 +263,38 @@ class ValkeyConnection:
             else:
                 block.fail(f"the server says: {size.text}")
             return
-        if size != value_bytes(len(block.key), block.buffer.nbytes):
-            block.reject(Rejection.SIZE)
+        if not may_be_block(size, len(block.key), block.buffer.nbytes):
+            refuse_size(block, size)
             if size > MAX_SKIPPED_BYTES:
                 raise StoreUnreachableError(f"a value has {size} bytes, and is not read")
             stream.skip(size)
         else:
-            self._read_value(block)
+            self._read_value(block, size)
         stream.end_body()
 
-    def _read_value(self, block: BlockTransfer) -> None:
+    def _read_value(self, block: BlockTransfer, size: int) -> None:
         stream = self._stream
-        header = bytearray(len(header_of(block.identity, block.key, block.buffer.nbytes)))
+        header = bytearray(header_bytes(len(block.key)))
         stream.read_into(memoryview(header))
         try:
-            check_header(header, block.identity, block.key, block.buffer.nbytes)
+            value = IncomingValue(block, header, size)
         except EnvelopeError as error:
             block.reject(error.rejection)
-            stream.skip(block.buffer.nbytes + CHECKSUM_BYTES)
+            stream.skip(size - len(header))
             return
-        checksum = BlockChecksum(bytes(header))
-        stream.read_into(block.buffer.data, checksum.update)
+        stream.read_into(value.payload, value.checksum.update)
         stored = bytearray(CHECKSUM_BYTES)
         stream.read_into(memoryview(stored))
         try:
-            checksum.check(stored)
+            value.finish(stored)
         except EnvelopeError as error:
             block.reject(error.rejection)
         else:
             block.succeed(block.buffer.nbytes)
+
+
+def _may_be_block(line: bytes, key: OffloadKey, block_bytes: int) -> bool:
+    return line[:1] == b":" and line[1:].isdigit() and may_be_block(int(line[1:]), len(key), block_bytes)
 
 
 def _arguments(*values: bytes) -> bytes:
