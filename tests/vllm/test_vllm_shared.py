@@ -104,15 +104,15 @@ def settings_of(store: SharedStore) -> dict[str, Any]:
 class FirstEngine:
     """An engine in this process, where there can be one at a time."""
 
-    def __init__(self, shelf: Any, model: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, shelf: Any, model: Path, settings: dict[str, Any], num_blocks: int = 40) -> None:
         self._shelf = shelf
-        self._made_of = model, settings
+        self._model = model
+        self._options = {"settings": settings, "num_blocks": num_blocks}
 
     def start(self) -> Engine:
         """With everything empty but the store."""
         self._shelf.discard()
-        model, settings = self._made_of
-        return self._shelf.get(model, settings=settings)
+        return self._shelf.get(self._model, **self._options)
 
     def stop(self) -> None:
         """In good order: what had no turn yet goes down."""
@@ -285,10 +285,11 @@ def test_a_store_that_is_killed_under_an_engine_costs_hits_and_nothing_else(expe
         assert time.monotonic() < give_up_at_s, "what is stored after the store is back is not found"
 
 
-def test_a_model_with_several_kv_groups(hybrid, plain, _shelf, tmp_path, request):  # noqa: PT019 (it is used)
+def test_a_model_with_several_kv_groups(hybrid, plain, tmp_path, request):
+    shelf = request.getfixturevalue("_shelf")
     store = Valkey(tmp_path)
     request.addfinalizer(store.stop)
-    engines = FirstEngine(_shelf, hybrid, {**settings_of(store), "ram": "16MiB"})
+    engines = FirstEngine(shelf, hybrid, {**settings_of(store), "ram": "16MiB"}, num_blocks=130)
     request.addfinalizer(engines.stop)
     prompts = [new_prompt(LENGTH) for _ in range(4)]
     right = plain(hybrid).answers(prompts)
