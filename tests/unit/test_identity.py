@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigurationError
-from kvtier.runtime.identity import namespace_of, weights_identity
+from kvtier.runtime.identity import element_bytes_of, namespace_of, weights_identity
 
 FIELDS = {
     "weights": "abc",
@@ -48,7 +48,7 @@ def test_order_does_not_matter() -> None:
 def test_other_processes_agree(seed: str) -> None:
     code = """
 import json, sys
-from kvtier.runtime.identity import namespace_of
+from kvtier.runtime.identity import element_bytes_of, namespace_of
 print(namespace_of(json.load(sys.stdin)).hex())
 """
     answer = subprocess.run(
@@ -107,3 +107,20 @@ def test_broken_weight_files_have_an_identity_too(tmp_path: Path, content: bytes
 def test_without_weights_there_is_no_identity(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert weights_identity(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "model_dtype", "expected"),
+    [
+        ("auto", "torch.bfloat16", 2),
+        ("auto", "torch.float16", 2),
+        ("auto", "torch.float32", 4),
+        ("bfloat16", "torch.float32", 2),
+        ("fp8", "torch.bfloat16", 1),
+        ("fp8_e4m3", "torch.float16", 1),
+        ("fp8_ds_mla", "torch.bfloat16", 1),
+        ("something new", "torch.bfloat16", 1),
+    ],
+)
+def test_the_size_of_an_element_by_the_names_of_its_type(cache_dtype: str, model_dtype: str, expected: int) -> None:
+    assert element_bytes_of(cache_dtype, model_dtype) == expected
