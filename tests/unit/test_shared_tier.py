@@ -506,3 +506,24 @@ def test_attached_twice() -> None:
     with pytest.raises(ManagerUsageError):
         driver.tier.attach(driver.pool)
     driver.close()
+
+
+def test_a_removal_is_of_the_block_that_was_dropped_whatever_is_stored_under_its_key_since() -> None:
+    """After a reset the key is that of another block."""
+    store = FakeStore()
+    driver = open_driver(store, lookup_timeout_s=GIVE_UP_S)
+    keys = make_keys(3)
+    driver.store(keys)
+    store.held = {"lookup"}
+    store.gate.clear()
+    driver.tier.lookup(make_keys(1, "asked"))  # and the thread that removes waits for that
+    wait_for(driver, lambda: store.asked)
+    driver.tier.drop(keys[:2])
+    driver.tier.reset(1)
+    driver.store(keys)
+    store.gate.set()
+    assert driver.tier.flush(GIVE_UP_S)
+    kept = {key for identity, key in store.blocks if identity == Identity(NAMESPACE, 0)}
+    assert kept == {keys[2]}
+    assert len(store.blocks) == 1 + 3
+    driver.close()
