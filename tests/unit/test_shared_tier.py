@@ -395,6 +395,24 @@ def test_what_waits_to_be_removed_is_overwritten_instead() -> None:
     driver.close()
 
 
+def test_what_is_stored_after_a_reset_is_not_what_waits_to_be_removed() -> None:
+    store = FakeStore()
+    driver = open_driver(store, lookup_timeout_s=GIVE_UP_S)
+    keys = make_keys(2)
+    driver.store(keys)
+    store.held = {"lookup"}
+    store.gate.clear()
+    driver.tier.lookup(make_keys(1, "unknown"))
+    wait_for(driver, lambda: store.asked)
+    driver.tier.drop(keys[:1])
+    driver.tier.reset(1)
+    assert driver.store(keys) is not None
+    store.gate.set()
+    assert driver.tier.flush(GIVE_UP_S)
+    assert sorted((identity.epoch, key) for identity, key in store.blocks) == [(0, keys[1]), (1, keys[0]), (1, keys[1])]
+    driver.close()
+
+
 def test_close_breaks_off_what_hangs() -> None:
     store = FakeStore()
     driver = open_driver(store, transfer_timeout_s=1000.0, lookup_timeout_s=1000.0)
@@ -487,4 +505,25 @@ def test_attached_twice() -> None:
     driver = open_driver(FakeStore())
     with pytest.raises(ManagerUsageError):
         driver.tier.attach(driver.pool)
+    driver.close()
+
+
+def test_a_removal_is_of_the_block_that_was_dropped_whatever_is_stored_under_its_key_since() -> None:
+    """After a reset the key is that of another block."""
+    store = FakeStore()
+    driver = open_driver(store, lookup_timeout_s=GIVE_UP_S)
+    keys = make_keys(3)
+    driver.store(keys)
+    store.held = {"lookup"}
+    store.gate.clear()
+    driver.tier.lookup(make_keys(1, "asked"))  # and the thread that removes waits for that
+    wait_for(driver, lambda: store.asked)
+    driver.tier.drop(keys[:2])
+    driver.tier.reset(1)
+    driver.store(keys)
+    store.gate.set()
+    assert driver.tier.flush(GIVE_UP_S)
+    kept = {key for identity, key in store.blocks if identity == Identity(NAMESPACE, 0)}
+    assert kept == {keys[2]}
+    assert len(store.blocks) == 1 + 3
     driver.close()

@@ -117,13 +117,13 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     store.stop()
 
 
-def settings_of(store: SharedStore) -> dict[str, Any]:
+def settings_of(store: SharedStore, options: str = "") -> dict[str, Any]:
     """A tiny model computes faster than any store answers: what waiting costs is not compared."""
-    return {"ram": 64 * BLOCK_BYTES, "deadline_s": 60, "prefill_tokens_per_s": 0, "tiers": [store.url]}
+    return {"ram": 64 * BLOCK_BYTES, "deadline_s": 60, "prefill_tokens_per_s": 0, "tiers": [store.url + options]}
 
 
 class FirstEngine:
-    """An engine in this process, where there can be one at a time."""
+    """An engine in this process, where there can be one at a time. It compresses what it stores, the other does not."""
 
     def __init__(self, shelf: Any, model: Path, settings: dict[str, Any], num_blocks: int = 40) -> None:
         self._shelf = shelf
@@ -144,7 +144,7 @@ class FirstEngine:
 
 @pytest.fixture
 def first(_shelf: Any, dense: Path, store: SharedStore) -> Iterator[FirstEngine]:
-    yield (engine := FirstEngine(_shelf, dense, settings_of(store)))
+    yield (engine := FirstEngine(_shelf, dense, settings_of(store, "&compression=on")))
     engine.stop()
 
 
@@ -224,7 +224,7 @@ def test_a_fresh_process_finds_what_an_engine_that_has_stopped_computed(expected
     found = [other.ask(prompt) for prompt in prompts]
     assert [tokens for tokens, _ in found] == expected(prompts)
     assert [num_cached for _, num_cached in found] == [IN_BLOCKS] * len(prompts)
-    assert other.counter("loaded_blocks") == num_blocks
+    assert other.counter("loaded_blocks") == other.counter("decompressed_blocks") == num_blocks
     assert other.counter("stored_blocks") == 0
 
 

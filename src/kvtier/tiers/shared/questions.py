@@ -60,9 +60,12 @@ class QuestionQueue:
         if len(self._touches) + len(keys) <= MAX_TOUCHES:
             self._touches.update(dict.fromkeys(keys, identity))
 
-    def take_back_removal(self, key: OffloadKey) -> bool:
-        """Whether this key waited to be removed. It does no more."""
-        return self._removals.pop(key, None) is not None
+    def take_back_removal(self, identity: Identity, key: OffloadKey) -> bool:
+        """Whether this block waited to be removed. It does no more."""
+        if self._removals.get(key) != identity:
+            return False
+        del self._removals[key]
+        return True
 
     def next(self) -> Batch:
         """Takes what is to be done next: uses only when nobody waits for an answer. O(batch)."""
