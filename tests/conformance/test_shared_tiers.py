@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +13,8 @@ from kvtier.testing import UnboundedTierConformance
 from kvtier.tier_interfaces import Tier
 from kvtier.tiers.memory import MemoryEpochStore
 from kvtier.tiers.shared import (
+    FolderConfig,
+    FolderStore,
     MooncakeConfig,
     MooncakeStore,
     S3Store,
@@ -174,3 +177,31 @@ class TestMooncakeTierOddSize(TestMooncakeTier):
 
     def make_tier(self, capacity_blocks: int) -> Tier:
         return self._make_tier(_KeptClient(MooncakeConfig("127.0.0.1", self.port), self.clients))
+
+
+class TestFolderTier(UnboundedTierConformance):
+    durable = True
+    answers_at_once = False
+    num_connections = 4
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "blocks"
+        self.epochs = MemoryEpochStore()
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        store = FolderStore(FolderConfig(str(self.path), 1 << 30, 0))
+        # a busy machine's answers take their time
+        limits = dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s"), 30.0)
+        config = SharedConfig(NAMESPACE, num_connections=self.num_connections, **limits)
+        return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
+
+    def advance_epoch(self) -> int:
+        return self.epochs.advance()
+
+
+class TestFolderTierOddSize(TestFolderTier):
+    """Blocks of no particular size, over one connection."""
+
+    slot_bytes = 5003
+    num_connections = 1

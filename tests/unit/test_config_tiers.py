@@ -13,7 +13,7 @@ from kvtier.runtime import Config, check_tiers, parse_config
 from kvtier.runtime import tiers as registry
 from kvtier.runtime.disk import DiskSettings
 from kvtier.runtime.tiers import SHARED_OPTIONS, STORES, SharedSettings
-from kvtier.tiers.shared import S3Config, SharedConfig, ValkeyConfig
+from kvtier.tiers.shared import MooncakeConfig, S3Config, SharedConfig, ValkeyConfig
 
 SECRET = "hunter2-very-secret"
 NAMESPACE = bytes(range(32))
@@ -53,8 +53,10 @@ def test_a_disk_url_says_what_the_short_form_does() -> None:
 
 
 def test_the_stores_that_there_are() -> None:
-    tiers = config_of("valkey://host", "s3://bucket/some/prefix?region=eu-central-1&connections=8").shared
-    assert [tier.make_store().medium for tier in tiers] == ["VALKEY", "S3"]
+    s3 = "s3://bucket/some/prefix?region=eu-central-1&connections=8"
+    tiers = config_of("valkey://host", s3, "mooncake://master?segment=1GiB").shared
+    assert [tier.make_store().medium for tier in tiers] == ["VALKEY", "S3", "MOONCAKE"]
+    assert tiers[2].store == MooncakeConfig("master", segment_bytes=1 << 30)
     assert tiers[1].store == S3Config("bucket", "some/prefix", region="eu-central-1")
     assert tiers[1].config(NAMESPACE).num_connections == 8
     assert tiers[1].config(NAMESPACE).lookup_timeout_s == 1.0

@@ -19,9 +19,18 @@ import msgspec
 from kvtier.errors import ConfigurationError
 from kvtier.runtime.disk import ADMISSIONS, DISK_OPTIONS, DiskSettings, check_folders, parse_disk
 from kvtier.runtime.values import Checks, checked, number, one_of, parse_size, whole
-from kvtier.tiers.shared import S3Store, SharedConfig, ValkeyStore, parse_s3_url, parse_valkey_url
+from kvtier.tiers.shared import (
+    MooncakeStore,
+    S3Store,
+    SharedConfig,
+    ValkeyStore,
+    parse_mooncake_url,
+    parse_s3_url,
+    parse_valkey_url,
+)
 from kvtier.tiers.shared.compressor import MODES, check_compression
 from kvtier.tiers.shared.config import MIN_ABSENT_S
+from kvtier.tiers.shared.mooncake_config import MOONCAKE_OPTIONS
 from kvtier.tiers.shared.s3_config import S3_OPTIONS
 from kvtier.tiers.shared.store import Store
 from kvtier.tiers.shared.valkey_config import VALKEY_OPTIONS
@@ -67,9 +76,11 @@ _S3 = StoreKind(
         "queue_timeout_s": 10.0,
     },
 )
+_MOONCAKE = StoreKind(name="mooncake", parse=parse_mooncake_url, make=MooncakeStore, options=MOONCAKE_OPTIONS)
 STORES: dict[str, StoreKind] = {
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _VALKEY),
     "s3": _S3,
+    "mooncake": _MOONCAKE,
 }
 """By the scheme of their URLs."""
 

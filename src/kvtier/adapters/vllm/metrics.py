@@ -46,6 +46,11 @@ _GAUGES: dict[str, tuple[str, str]] = {
     "condemned_blocks": ("vllm:kvtier_condemned_blocks", "Slots without a block that a transfer still uses."),
     "breaker_state": ("vllm:kvtier_breaker_state", "RAM tier: 0 used, 1 being tried again, 2 shut off after failures."),
 }
+_PERSISTED_RAM_COUNTERS: dict[str, tuple[str, str]] = {
+    "restored_blocks": ("vllm:kvtier_restored_blocks", "Blocks found in RAM at the start, not checked yet."),
+    "verified_blocks": ("vllm:kvtier_verified_blocks", "Of those: blocks that were checked and are intact."),
+    "corrupt_blocks": ("vllm:kvtier_corrupt_blocks", "Of those: blocks that failed their check: misses."),
+}
 _TIERED_COUNTERS: dict[str, tuple[str, str]] = {
     "promoted_blocks": ("vllm:kvtier_promoted_blocks", "Blocks brought up from a lower tier into RAM."),
     "failed_promotion_blocks": ("vllm:kvtier_failed_promotion_blocks", "Blocks that did not arrive in RAM."),
@@ -96,7 +101,9 @@ _BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerSta
 _STORES_SKIPPED = "filtered_blocks"
 
 
-def metric_definitions(has_reuse_filter: bool, has_tiers: bool) -> dict[str, OffloadingMetricMetadata]:
+def metric_definitions(
+    has_reuse_filter: bool, has_tiers: bool, has_persisted_ram: bool = False
+) -> dict[str, OffloadingMetricMetadata]:
     """Every metric that `MetricsReporter` may report, as vLLM wants them declared. `has_tiers`: below RAM."""
     definitions: dict[str, OffloadingMetricMetadata] = {
         CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: OffloadingGaugeMetadata(
@@ -113,7 +120,7 @@ def metric_definitions(has_reuse_filter: bool, has_tiers: bool) -> dict[str, Off
             buckets=(1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144),
         ),
     }
-    counters = {**_COUNTERS, **(_TIERED_COUNTERS if has_tiers else {})}
+    counters = _counters(has_tiers, has_persisted_ram)
     definitions.update({name: OffloadingCounterMetadata(text) for name, text in counters.values()})
     definitions.update({name: OffloadingGaugeMetadata(text) for name, text in _GAUGES.values()})
     if has_tiers:
@@ -158,8 +165,8 @@ def tier_figures(stats: TierStats, breaker: CircuitBreaker, slot_bytes: int) -> 
 class MetricsReporter:
     """Turns a manager's stats into vLLM's: counters as increments, and nothing at all while nothing changes."""
 
-    def __init__(self, has_reuse_filter: bool, has_tiers: bool) -> None:
-        counters = {**_COUNTERS, **(_TIERED_COUNTERS if has_tiers else {})}
+    def __init__(self, has_reuse_filter: bool, has_tiers: bool, has_persisted_ram: bool = False) -> None:
+        counters = _counters(has_tiers, has_persisted_ram)
         self._counters = {key: name for key, (name, _) in counters.items()}
         if has_reuse_filter:
             self._counters[_STORES_SKIPPED] = CPUOffloadingMetrics.STORES_SKIPPED
@@ -209,6 +216,11 @@ class MetricsReporter:
         if before is None or count != before:
             report.increase_counter(name, count - (before or 0), labels)
             self._reported[name, labels] = count
+
+
+def _counters(has_tiers: bool, has_persisted_ram: bool) -> dict[str, tuple[str, str]]:
+    tiered = _TIERED_COUNTERS if has_tiers else {}
+    return {**_COUNTERS, **tiered, **(_PERSISTED_RAM_COUNTERS if has_persisted_ram else {})}
 
 
 def _gauge(stats: ManagerStats, key: str) -> int:

@@ -151,5 +151,6 @@ class Store(Protocol):
         ...
 
     def connect(self, deadline_s: float) -> StoreConnection:
-        """A new connection over which the store has answered. Raises as the methods of a connection do."""
+        """A new connection. The store has answered over it, or lately over another one. Raises as the methods of a
+        connection do."""
         ...
