@@ -15,7 +15,7 @@ import pytest
 from kvtier.interfaces import Residency
 from kvtier.keys import OffloadKey
 from kvtier.testing import TierDriver, make_keys
-from kvtier.tiers.shared import SharedTier, valkey
+from kvtier.tiers.shared import SharedTier, valkey_node
 from kvtier.tiers.shared.envelope import BlockChecksum, Identity, header_of
 from valkey_harness import NAMESPACE, SlowProxy, ValkeyServer, drive, make_tier, wait_until
 
@@ -384,7 +384,7 @@ def test_values_that_are_not_whole_are_not_there(lying_server: ValkeyServer) -> 
 def test_a_value_too_large_to_read_costs_one_block_and_a_connection(
     lying_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(valkey, "MAX_SKIPPED_BYTES", 2 * SLOT_BYTES)
+    monkeypatch.setattr(valkey_node, "MAX_SKIPPED_BYTES", 2 * SLOT_BYTES)
     with lying_server.client() as client:
         client.flushall()
         driver = open_driver(lying_server)

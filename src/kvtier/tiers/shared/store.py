@@ -50,6 +50,8 @@ class BlockTransfer:
     is_missing: bool = False
     """The store says that it has no such block."""
     is_corrupt: bool = False
+    is_away: bool = False
+    """The part of the store that it belongs to cannot be used now."""
     begun_s: float = 0.0
     ended_s: float = 0.0
 
@@ -62,6 +64,10 @@ class BlockTransfer:
     def miss(self) -> None:
         self.fail(REASON_MISSING)
         self.is_missing = True
+
+    def lose(self, reason: str) -> None:
+        self.fail(reason)
+        self.is_away = True
 
     def reject(self, rejection: Rejection) -> None:
         self.fail(str(rejection))
