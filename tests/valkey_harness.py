@@ -47,7 +47,7 @@ class ValkeyServer:
     def __init__(self, *options: str, password: str | None = None) -> None:
         self.port = free_port()
         self.password = password
-        self._options = options
+        self.options = options
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-valkey-")
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -57,7 +57,7 @@ class ValkeyServer:
             *(server_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
             *("--dir", self._folder.name, "--io-threads", "1", "--daemonize", "no"),
             *(("--requirepass", self.password) if self.password else ()),
-            *self._options,
+            *self.options,
         ]
         with open(os.path.join(self._folder.name, "log"), "wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -75,6 +75,10 @@ class ValkeyServer:
     def client(self) -> redis.Redis:
         """An ordinary client, as others use one."""
         return redis.Redis("127.0.0.1", self.port, password=self.password)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
         assert self._process is not None
@@ -179,9 +183,13 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 def make_tier(server_port: int, settings: dict[str, object] | None = None, **config: object) -> SharedTier:
     """A tier on a server; `settings` are of the tier, `config` of the server."""
-    valkey = ValkeyConfig("127.0.0.1", server_port, **config)  # type: ignore[arg-type]
+    return make_tier_of(ValkeyConfig("127.0.0.1", server_port, **config), settings)  # type: ignore[arg-type]
+
+
+def make_tier_of(config: ValkeyConfig, settings: dict[str, object] | None = None) -> SharedTier:
+    """A tier on the server or cluster of `config`."""
     shared = SharedConfig(NAMESPACE, **(settings or {}))  # type: ignore[arg-type]
-    return SharedTier(shared, ValkeyStore(valkey), MemoryEpochStore())
+    return SharedTier(shared, ValkeyStore(config), MemoryEpochStore())
 
 
 def drive(tier: SharedTier, num_slots: int = 32, slot_bytes: int = 4096) -> TierDriver:

@@ -10,6 +10,7 @@ from kvtier.testing import UnboundedTierConformance
 from kvtier.tier_interfaces import Tier
 from kvtier.tiers.memory import MemoryEpochStore
 from kvtier.tiers.shared import SharedConfig, SharedTier, ValkeyConfig, ValkeyStore
+from valkey_cluster_harness import PASSWORD, PASSWORD_VARIABLE, ClusterServers
 from valkey_harness import NAMESPACE, ValkeyServer
 
 
@@ -49,3 +50,37 @@ class TestValkeyTierOddSize(TestValkeyTier):
     slot_bytes = 5003
     num_connections = 1
     ttl_s = 3600
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ClusterServers]:
+    cluster = ClusterServers()
+    yield cluster
+    cluster.stop()
+
+
+class TestValkeyClusterTier(UnboundedTierConformance):
+    durable = True
+    answers_at_once = False
+    prefix = "kvtier:"
+
+    @pytest.fixture(autouse=True)
+    def _cluster(self, cluster: ClusterServers, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+        self.cluster = cluster
+        self.epochs = MemoryEpochStore()
+        cluster.flush()
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        store = ValkeyStore(self.cluster.config(prefix=self.prefix))
+        return SharedTier(SharedConfig(NAMESPACE), store, self.epochs, make_salt=lambda: bytes(8))
+
+    def advance_epoch(self) -> int:
+        return self.epochs.advance()
+
+
+class TestValkeyClusterTierOneSlot(TestValkeyClusterTier):
+    """Blocks of no particular size, all of them in one slot."""
+
+    slot_bytes = 5003
+    prefix = "{kvtier}:"
