@@ -42,12 +42,16 @@ def free_port() -> int:
 
 
 class ValkeyServer:
-    """Started by `start`; the port stays the same over restarts, what was stored does not."""
+    """Started by `start`; the port stays the same over restarts, what was stored does not.
 
-    def __init__(self, *options: str, password: str | None = None) -> None:
+    With `is_node` it can be part of a cluster.
+    """
+
+    def __init__(self, *options: str, password: str | None = None, is_node: bool = False) -> None:
         self.port = free_port()
+        self.bus_port = free_port() if is_node else 0
         self.password = password
-        self.options = options
+        self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-valkey-")
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -57,7 +61,8 @@ class ValkeyServer:
             *(server_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
             *("--dir", self._folder.name, "--io-threads", "1", "--daemonize", "no"),
             *(("--requirepass", self.password) if self.password else ()),
-            *self.options,
+            *(("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port)) if self.bus_port else ()),
+            *self._options,
         ]
         with open(os.path.join(self._folder.name, "log"), "wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -230,22 +230,6 @@ def test_password_from_a_file_and_a_user_with_few_rights(tmp_path: Path, caplog:
         server.stop()
 
 
-@pytest.mark.slow
-def test_a_cluster_is_refused_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    server = ValkeyServer("--cluster-enabled", "yes")
-    try:
-        driver = open_driver(server)
-        assert "part of a cluster" in tier_of(driver).down_reason
-        assert driver.ready(make_keys(2)) == []
-        assert driver.submit_store(make_keys(2)) == 0
-        messages = [record.getMessage() for record in caplog.records if "part of a cluster" in record.getMessage()]
-        assert len(messages) == 1
-        assert "\n" not in messages[0]
-        driver.close()
-    finally:
-        server.stop()
-
-
 def test_full_without_eviction_sheds_stores_and_goes_on(server: ValkeyServer) -> None:
     driver = open_driver(server)
     keys = make_keys(8)

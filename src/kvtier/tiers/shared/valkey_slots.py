@@ -77,8 +77,8 @@ def redirection(error: ErrorReply, asked: Address) -> Address | None:
     """Where `MOVED` and `ASK` send those who have asked the node at `asked`."""
     if error.code not in ("MOVED", "ASK"):
         return None
-    host, _, port = error.text.split(" ")[-1].rpartition(":")
-    return (host or asked[0], int(port)) if port.isdecimal() else None
+    host, colon, port = error.text.split(" ")[-1].rpartition(":")
+    return (host or asked[0], int(port)) if colon and port.isdecimal() else None
 
 
 @dataclass(slots=True)
