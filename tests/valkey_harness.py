@@ -148,13 +148,17 @@ class SlowProxy:
 
 
 class TlsProxy:
-    """Takes TLS connections for a server that speaks none. `certificate` and `key` are paths."""
+    """Takes TLS connections for a server that speaks none. `certificate` and `key` are paths; with `clients`, a path
+    too, only those take part whose certificate comes from one in there."""
 
-    def __init__(self, server_port: int, certificate: str, key: str) -> None:
+    def __init__(self, server_port: int, certificate: str, key: str, clients: str = "") -> None:
         self.port = free_port()
         self._server_port = server_port
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._context.load_cert_chain(certificate, key)
+        if clients:
+            self._context.load_verify_locations(clients)
+            self._context.verify_mode = ssl.CERT_REQUIRED
         self._loop = asyncio.new_event_loop()
         self._is_up = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,50 +183,6 @@ def test_closes_while_the_server_is_frozen(server: ValkeyServer) -> None:
 
 
 # -- the server refuses ----------------------------------------------------------------------------------------
-
-
-def test_wrong_password_is_said_once_without_it(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = ValkeyServer(password="the right one")
-    try:
-        monkeypatch.setenv("KVTIER_TEST_PASSWORD", "mistaken-secret")
-        with caplog.at_level(logging.DEBUG):
-            driver = open_driver(server, password_env="KVTIER_TEST_PASSWORD")
-            assert "refuses the login" in tier_of(driver).down_reason
-            assert driver.tier.lookup(make_keys(2)) == [Residency.ABSENT] * 2
-            with server.client() as client:
-                wait_until(
-                    driver, lambda: client.info("stats")["acl_access_denied_auth"] >= 4, "it does not keep trying"
-                )
-            assert sum("refuses the login" in record.getMessage() for record in caplog.records) == 1
-            assert "mistaken-secret" not in caplog.text + repr(driver.tier) + str(driver.tier.get_stats())
-            monkeypatch.setenv("KVTIER_TEST_PASSWORD", "the right one")
-            wait_until_up(driver)
-            assert driver.store(make_keys(2)) is not None
-        driver.close()
-    finally:
-        server.stop()
-
-
-@pytest.mark.slow
-def test_password_from_a_file_and_a_user_with_few_rights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    server = ValkeyServer(
-        "--user", "engine", "on", ">sesame", "~kvtier:*", "+@read", "+@write", "+@connection", "-@dangerous"
-    )
-    try:
-        (tmp_path / "password").write_text("sesame\n")
-        driver = open_driver(server, username="engine", password_file=str(tmp_path / "password"))
-        keys = make_keys(3)
-        assert driver.store(keys) is not None
-        assert check_loads(driver, keys) == [True] * 3
-        driver.close()
-        driver = open_driver(server, username="engine", password_file=str(tmp_path / "password"), prefix="not-allowed:")
-        assert driver.ready(keys) == []
-        assert "NOPERM" in caplog.text
-        driver.close()
-    finally:
-        server.stop()
 
 
 def test_full_without_eviction_sheds_stores_and_goes_on(server: ValkeyServer) -> None:

@@ -271,6 +271,8 @@ class StoreThreads:
                 self._asking_ready.notify()
         elif failure:
             self._note_loss(failure.reason)
+        else:
+            self._note_use()
 
     # -- the thread that asks --------------------------------------------------------------------------------
 
@@ -327,7 +329,8 @@ class StoreThreads:
         if failure:
             self._note_loss(failure.reason)
         else:
-            self._backoff_s = 0.0  # not at the connection already: the store may refuse what comes then
+            self._backoff_s = 0.0
+            self._note_use()
         return failure is None
 
     # -- up and down -----------------------------------------------------------------------------------------
@@ -341,7 +344,13 @@ class StoreThreads:
         with self._lock:
             self._down_reason = ""
             self._num_connects += 1
-            if self._said_reason:
+
+    def _note_use(self) -> None:
+        """Something worked: only that ends a loss for people, as what takes connections may refuse all else."""
+        if not self._said_reason:
+            return
+        with self._lock:
+            if self._said_reason and not self._down_reason:
                 logger.info("kvtier: %s is there again", self._store.place)
                 self._said_reason = ""
 
