@@ -204,6 +204,20 @@ def test_full_without_eviction_sheds_stores_and_goes_on(server: ValkeyServer) ->
     driver.close()
 
 
+def test_a_store_asks_only_for_what_is_not_known(server: ValkeyServer) -> None:
+    driver = drive(make_tier(server.port, {**PATIENT, "absent_s": 30.0}), 32, SLOT_BYTES)
+    known, unknown = make_keys(6), make_keys(4, "unknown")
+    assert driver.ready(known) == []
+    with server.client() as client:
+        client.config_resetstat()
+        for keys in (known, unknown):
+            stored = driver.store(keys)
+            assert stored is not None
+            assert stored.num_bytes == len(keys) * SLOT_BYTES
+        assert client.info("commandstats")["cmdstat_strlen"]["calls"] == len(unknown)
+    driver.close()
+
+
 def test_evicted_by_the_server_is_a_miss(server: ValkeyServer) -> None:
     driver = open_driver(server)
     keys = make_keys(4)

@@ -48,6 +48,10 @@ class AnswerBook:
         """Whether the key is believed to be there. O(1)."""
         return self._present.get(key, now_s) > now_s
 
+    def is_absent(self, key: OffloadKey, now_s: float) -> bool:
+        """Whether the key is believed to be absent, as the store has said not long ago. O(1)."""
+        return self._absent.get(key, now_s) > now_s
+
     def present_keys(self) -> list[OffloadKey]:
         """The caller owns the list. O(present)."""
         return list(self._present)

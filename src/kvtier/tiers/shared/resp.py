@@ -18,7 +18,7 @@ Buffer = bytes | bytearray | memoryview
 BUFFER_BYTES = 16 << 10
 """Replies are read in pieces of this size; a little of what follows a header is copied, the rest is not."""
 PIECE_BYTES = 256 << 10
-"""Blocks are received and sent in pieces up to this size."""
+"""Blocks are received in pieces up to this size."""
 MAX_LINE_BYTES = 8 << 10
 MAX_REPLY_BYTES = 1 << 20
 """Of a reply that is not a block."""

@@ -39,6 +39,8 @@ class BlockTransfer:
     identity: Identity
     buffer: npt.NDArray[np.uint8]
     """(block_bytes,) uint8: its RAM slot."""
+    is_new: bool = False
+    """The store did not have it a moment ago: not worth a question before it is stored."""
     queued_s: float = 0.0
     """As are all of its times: by `time.monotonic`, on the threads."""
     began: bool = False

@@ -255,7 +255,7 @@ class StoreThreads:
         def operation(connection: StoreConnection, deadline_s: float) -> None:
             left = [block for block in run if not block.done]
             if left and left[0].job.is_store:
-                connection.store(left, overwrite, deadline_s)
+                connection.store(left, overwrite or all(block.is_new for block in left), deadline_s)
             elif left:
                 connection.load(left, deadline_s)
 

@@ -205,6 +205,7 @@ class SharedTier(Tier):
                 job.end_block(position, True)
             else:
                 self._storing[key] = block = self._block(job, position, slots[position])
+                block.is_new = self._book.is_absent(key, self._now_s)
                 blocks.append(block)
         self._submit(blocks)
         return len(accepted)

@@ -24,7 +24,7 @@ from kvtier.tiers.shared.envelope import (
     header_of,
     value_bytes,
 )
-from kvtier.tiers.shared.resp import PIECE_BYTES, Buffer, ErrorReply, Reply, RespStream
+from kvtier.tiers.shared.resp import Buffer, ErrorReply, Reply, RespStream
 from kvtier.tiers.shared.store import BlockTransfer, StoreRefusedError, StoreTimeoutError, StoreUnreachableError
 from kvtier.tiers.shared.valkey_config import Address, ValkeyConfig
 
@@ -32,6 +32,9 @@ _GONE = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "READONLY")
 """Errors of a server that cannot be used now."""
 _REFUSED = ("NOAUTH", "NOPERM", "WRONGPASS")
 """Errors of a server that will not be used as it is configured."""
+SENT_BYTES = 1 << 20
+"""Blocks are hashed and sent in pieces up to this size: still in the processor's cache for the second of the two, and
+few calls."""
 MAX_SKIPPED_BYTES = 64 << 20
 """A value of another size up to this is read and thrown away; for a larger one the connection is closed."""
 
@@ -245,8 +248,8 @@ class ValkeyConnection:
             header,
         ]
         data = block.buffer.data
-        for begin in range(0, len(data), PIECE_BYTES):
-            piece = data[begin : begin + PIECE_BYTES]
+        for begin in range(0, len(data), SENT_BYTES):
+            piece = data[begin : begin + SENT_BYTES]
             checksum.update(piece)
             self._stream.send([*before, piece])
             before = []
