@@ -6,6 +6,7 @@ Where a node never answers, that a test ends at all shows that the operation was
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,15 +15,17 @@ from redis.crc import key_slot
 from kvtier.keys import OffloadKey
 from kvtier.testing import TierDriver, make_keys
 from kvtier.tiers.shared import SharedTier, ValkeyConfig
+from kvtier.tiers.shared.envelope import Identity
 from kvtier.tiers.shared.resp import RespStream
+from kvtier.tiers.shared.store import StoreConnection
 from valkey_cluster_harness import PASSWORD, PASSWORD_VARIABLE, ClusterServers, ask, name_of, wait_for
-from valkey_harness import ValkeyServer, drive, make_tier_of, wait_until
+from valkey_harness import NAMESPACE, ValkeyServer, drive, make_tier_of, wait_until
 
 SLOT_BYTES = 64 << 10
 TIMES = ("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s", "queue_timeout_s")
 PATIENT = dict.fromkeys(TIMES, 30.0)
 """Where nothing stalls: this machine may be busy."""
-QUICK = {**dict.fromkeys(TIMES, 2.0), "absent_s": 0.1}
+QUICK = {**dict.fromkeys(TIMES, 3.0), "absent_s": 0.1, "present_s": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +111,7 @@ def test_keys_of_two_lengths_are_told_apart(cluster: ClusterServers) -> None:
     driver = open_driver(cluster)
     keys = [key + b"longer" if number % 3 else key for number, key in enumerate(make_keys(30))]
     store_all(driver, keys[:20])
-    assert driver.ready(keys) == keys[:20]
+    check_all_there(driver, keys[:20], keys[20:])
     driver.close()
 
 
@@ -155,6 +158,23 @@ def test_a_cluster_without_slots_is_refused_in_one_line(caplog: pytest.LogCaptur
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
     driver.close()
     server.stop()
+
+
+def test_connections_that_a_node_has_closed_cost_nothing(
+    cluster: ClusterServers, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = open_driver(cluster, {**PATIENT, "num_connections": 1})
+    keys = make_keys(20)
+    store_all(driver, keys)
+    for node in cluster.nodes:
+        ask(node, "CLIENT", "KILL", "TYPE", "normal")
+    assert check_loads(driver, keys) == [True] * 20
+    for node in cluster.nodes:
+        ask(node, "CLIENT", "KILL", "TYPE", "normal")
+    assert driver.ready(make_keys(20, "unknown")) == []
+    assert not tier_of(driver).down_reason
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    driver.close()
 
 
 # -- slots move ------------------------------------------------------------------------------------------------
@@ -223,12 +243,15 @@ def test_a_lost_master_costs_its_slots_until_its_replica_takes_over(
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         driver = open_driver(cluster, QUICK)
-        keys, more = make_keys(30), make_keys(12, "more")
+        keys, more = make_keys(30), make_keys(40, "more")
         store_all(driver, keys)
         cluster.wait_for_replicas()
         victim, lost = split_by_victim(cluster, keys)
         kept = [key for key in keys if key not in lost]
+        lost_more = cluster.owned(more, victim)
+        kept_more = [key for key in more if key not in lost_more]
         assert lost
+        assert len(lost_more) > 3
         if loss == "killed":
             victim.kill()
         else:
@@ -237,11 +260,12 @@ def test_a_lost_master_costs_its_slots_until_its_replica_takes_over(
         assert successes == {key: key in kept for key in keys}
         wait_until(driver, lambda: driver.ready(kept) == kept, "the others are not served")
         rounds = 0
-        while driver.ready(lost) != lost:
+        while driver.ready(keys) != keys:
             assert check_loads(driver, kept) == [True] * len(kept), "the others are served all the while"
             assert not tier_of(driver).down_reason
-            driver.store([more[rounds % 12]])
-            driver.tier.drop([more[rounds % 12]])
+            driver.store(lost_more)
+            store_all(driver, [kept_more[rounds % 10]])  # however many of the others failed in a row
+            driver.tier.drop([kept_more[rounds % 10]])
             driver.tier.check_invariants()
             rounds += 1
         assert check_loads(driver, lost) == [True] * len(lost)
@@ -263,6 +287,12 @@ def test_a_master_killed_in_mid_block(cluster: ClusterServers, monkeypatch: pyte
     keys = [owned[0], *[key for key in candidates if key not in owned][:2]]
     store_all(driver, keys)
     cluster.wait_for_replicas()
+    connection = tier_of(driver)._store.connect(time.monotonic() + 30.0)
+
+    def look_up(connection: StoreConnection, keys: list[OffloadKey]) -> list[bool]:
+        return connection.lookup(Identity(NAMESPACE, 0), keys, 24 << 20, time.monotonic() + 30.0)
+
+    assert all(look_up(connection, keys))
     received: list[int] = []
 
     def read_into(stream: RespStream, target: memoryview, each: Callable[[memoryview], None] | None = None) -> None:
@@ -281,15 +311,18 @@ def test_a_master_killed_in_mid_block(cluster: ClusterServers, monkeypatch: pyte
     assert 2 * (24 << 20) < sum(received) < 3 * (24 << 20), "it was no partial block"
     monkeypatch.undo()
     monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+    wait_for(lambda: all(look_up(connection, keys)), "who asks for all of them at once never hears of the new master")
     wait_until(driver, lambda: driver.ready(keys) == keys, "it does not come back")
     assert check_loads(driver, keys) == [True] * 3
+    connection.close()
     driver.close()
 
 
 @pytest.mark.slow
 def test_down_is_where_nobody_is_left(cluster: ClusterServers, caplog: pytest.LogCaptureFixture) -> None:
-    driver = open_driver(cluster, QUICK)
+    driver = open_driver(cluster, {**QUICK, "num_connections": 1})
     keys = make_keys(20)
+    check_all_there(driver, [], keys)
     store_all(driver, keys)
     for node in cluster.nodes:
         node.kill()
@@ -305,12 +338,15 @@ def test_down_is_where_nobody_is_left(cluster: ClusterServers, caplog: pytest.Lo
 
 @pytest.mark.slow
 def test_closes_while_a_master_is_frozen(cluster: ClusterServers) -> None:
-    driver = open_driver(cluster, {**PATIENT, "transfer_timeout_s": 1000.0})
+    driver = open_driver(cluster, {**PATIENT, "transfer_timeout_s": 1000.0, "num_connections": 1})
     keys = make_keys(30)
+    victim, lost = split_by_victim(cluster, keys)
+    keys = [key for key in keys if key not in lost] + lost
     store_all(driver, keys)
-    victim, _ = split_by_victim(cluster, keys)
     victim.freeze()
     driver.submit_load(keys)
+    last = len(keys) - len(lost) - 1
+    wait_until(driver, lambda: driver.loaded_version(keys[last], last) == 0, "the others' blocks do not come")
     assert driver.tier.close(), "nothing may keep the pool mapped: what runs is broken off"
     driver.finish_all()
     assert not driver.tier.get_stats().loading_blocks
