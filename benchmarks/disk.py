@@ -8,7 +8,8 @@ RAM pool (huge pages where there are any), in jobs of 32 MiB.
 
 `fio`: one job a thread, psync, direct=1, on a preallocated file of the same size. `preadv`: the same number of threads
 of this process, each a loop of preadv or pwritev over its share of the slots, no checksums: what Python can reach.
-`kvtier`: from `submit_*` to the outcome of `poll`, loads verified; `no checksum` leaves only the hashing out;
+`kvtier`: from `submit_*` to the outcome of `poll`, loads verified; `no checksum` leaves only the hashing out; `to
+engine` until the copies of all blocks from their RAM slots to an engine's tensors have ended as well;
 `durable` until `flush` has returned. `vllm`: the thread pool and the block I/O of its tier (its C extension where it
 has one); `durable` with an fdatasync of every file. CPU seconds are of the whole process, for a GB of blocks.
 """
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from disk_peers import JOB_BYTES, Engine, Timed, VllmTier, timed, vllm_is_here
 from kvtier.keys import make_offload_key
 from kvtier.tiers.disk import DiskConfig, DiskTier, FileEpochStore, operations
 from kvtier.tiers.disk.layout import (
@@ -45,16 +47,7 @@ from kvtier.tiers.disk.layout import (
 from kvtier.tiers.ram import RamPool
 
 KIB, MIB = 1 << 10, 1 << 20
-JOB_BYTES = 32 * MIB
 NAMESPACE = b"benchmark of the disk tier".ljust(32)
-Timed = Callable[[], tuple[float, float]]
-
-
-def timed(run: Callable[[], None]) -> tuple[float, float]:
-    """Seconds and CPU seconds of this process."""
-    cpu, begin = time.process_time(), time.perf_counter()
-    run()
-    return time.perf_counter() - begin, time.process_time() - cpu
 
 
 class Case:
@@ -78,7 +71,8 @@ class Case:
         self.tier = self._open_tier()
         self.plain = folder / "plain"
         self._write_plain()
-        self.vllm = VllmTier(folder / "vllm", self) if vllm_is_here() else None
+        self.vllm = VllmTier(folder / "vllm", self.slots, self.order) if vllm_is_here() else None
+        self.engine = Engine(self.slots)
 
     # kvtier
 
@@ -96,18 +90,22 @@ class Case:
         print(tier.describe())
         return tier
 
-    def _jobs(self, submit: Callable[[int, list[Any], list[int]], Any]) -> None:
+    def _jobs(
+        self,
+        submit: Callable[[int, list[Any], list[int]], Any],
+        then: Callable[[int, list[int]], None] = lambda job_id, slots: None,
+    ) -> None:
         per_job = max(1, JOB_BYTES // self.block_bytes)
-        num_open = 0
+        slots: dict[int, list[int]] = {}
         for start in range(0, self.num_blocks, per_job):
-            submit(self.next_job, self.keys[start : start + per_job], self.order[start : start + per_job])
+            slots[self.next_job] = self.order[start : start + per_job]
+            submit(self.next_job, self.keys[start : start + per_job], slots[self.next_job])
             self.next_job += 1
-            num_open += 1
-        while num_open:
+        while slots:
             self.tier.wait_for_outcome(1.0)
             for outcome in self.tier.poll():
                 assert outcome.success, outcome.reason
-                num_open -= 1
+                then(outcome.job_id, slots.pop(outcome.job_id))
 
     def new_keys(self) -> None:
         self.round += 1
@@ -136,6 +134,13 @@ class Case:
             return timed(lambda: self._jobs(self.tier.submit_load))
         finally:
             operations.data_checksum = whole
+
+    def kvtier_load_to_engine(self) -> tuple[float, float]:
+        def run() -> None:
+            self._jobs(self.tier.submit_load, self.engine.submit)
+            self.engine.finish()
+
+        return timed(run)
 
     def kvtier_store_unchecked(self) -> tuple[float, float]:
         whole = operations.data_checksum
@@ -190,6 +195,7 @@ class Case:
             "write kvtier no checksum": self.kvtier_store_unchecked,
             "read preadv": lambda: self.loop(False),
             "read kvtier": lambda: self.kvtier_load(True),
+            "read kvtier to engine": self.kvtier_load_to_engine,
             "read kvtier no checksum": lambda: self.kvtier_load(False),
         }
         if shutil.which("fio"):
@@ -204,84 +210,11 @@ class Case:
 
     def close(self) -> None:
         self.tier.close()
+        self.engine.close()
         if self.vllm is not None:
             self.vllm.close()
         self.pool.close()
         shutil.rmtree(self.folder)
-
-
-class VllmTier:
-    """The thread pool and the block I/O of vLLM's filesystem tier, driven as its manager does: one task a job."""
-
-    def __init__(self, root: Path, case: Case) -> None:
-        from vllm.v1.kv_offload.tiering.fs import io, thread_pool
-
-        self.io = io
-        self.case = case
-        self.root = root
-        root.mkdir(parents=True)
-        self.direct = io.probe_o_direct(str(root))
-        self.threads = thread_pool.DualQueueThreadPool(16, 16)
-        self.view = memoryview(case.slots)
-        self.paths: list[str] = []
-        how = "C extension" if io._HAS_FSIO_C else "Python"
-        print(f"vLLM's filesystem tier: {how}, {'O_DIRECT' if self.direct else 'through the page cache'}")
-        self.store(False)
-
-    def _run(self, enqueue: Callable[..., None], batch: Callable[..., None]) -> None:
-        case = self.case
-        per_job = max(1, JOB_BYTES // case.block_bytes)
-        num_jobs = 0
-        for start in range(0, case.num_blocks, per_job):
-            paths = self.paths[start : start + per_job]
-            offsets = [slot * case.block_bytes for slot in case.order[start : start + per_job]]
-            enqueue(
-                num_jobs,
-                1,
-                [lambda p=paths, o=offsets: batch(p, self.view, o, case.block_bytes, self.direct)],
-            )
-            num_jobs += 1
-        self.threads.wait_idle()
-        finished = self.threads.get_finished()
-        assert len(finished) == num_jobs
-        assert all(success for _, success, _ in finished)
-
-    def store(self, durable: bool) -> tuple[float, float]:
-        for path in self.paths:
-            os.unlink(path)
-        rng = random.Random(self.case.round)
-        names = [rng.randbytes(32).hex() for _ in range(self.case.num_blocks)]
-        self.paths = [str(self.root / name[:3] / f"{name[3:5]}_g0" / f"{name}.bin") for name in names]
-
-        def run() -> None:
-            self._run(self.threads.enqueue_store, self.io.batch_store_block)
-            if durable:
-                with ThreadPoolExecutor(16) as threads:
-                    list(threads.map(_sync, self.paths))
-
-        return timed(run)
-
-    def load(self) -> tuple[float, float]:
-        return timed(lambda: self._run(self.threads.enqueue_load, self.io.batch_load_block))
-
-    def close(self) -> None:
-        self.threads.shutdown()
-        self.view.release()
-
-
-def _sync(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fdatasync(fd)
-    os.close(fd)
-
-
-def vllm_is_here() -> bool:
-    try:
-        import vllm.v1.kv_offload.tiering.fs.io  # noqa: F401
-    except ImportError as error:
-        print(f"without vLLM's tier: {error}")
-        return False
-    return True
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -180,6 +181,18 @@ class TlsProxy:
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_server, to_server = await asyncio.open_connection("127.0.0.1", self._server_port)
         await asyncio.gather(_pump(reader, to_server), _pump(from_server, writer))
+
+
+def certificate_for(folder: Path, name: str) -> tuple[str, str]:
+    """Paths of a self-signed certificate for `name` (`IP:...` or `DNS:...`) and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    certificate, key = folder / f"{name[:3]}.pem", folder / f"{name[:3]}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=kvtier test", "-addext", f"subjectAltName={name}", "-days", "2"]
+    command += ["-addext", "basicConstraints=critical,CA:FALSE"]  # some clients take no authority's for a server's
+    subprocess.run([*command, "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    return str(certificate), str(key)
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

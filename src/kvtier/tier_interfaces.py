@@ -64,6 +64,8 @@ class TierStats:
     """Blocks that at least one load in flight reads."""
     closed_reason: str = ""
     """Why the tier serves nothing any more. Empty while it does."""
+    down_reason: str = ""
+    """Why the medium cannot be reached at the moment: it is tried again. Empty while it can."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Name to count, among them `stored_blocks`, `loaded_blocks`, `evicted_blocks`, `shed_blocks` (refused stores),
     `failed_store_blocks`, `failed_load_blocks`, `corrupt_blocks` (bytes or record did not match)."""

@@ -9,7 +9,8 @@ import pytest
 from kvtier.testing import UnboundedTierConformance
 from kvtier.tier_interfaces import Tier
 from kvtier.tiers.memory import MemoryEpochStore
-from kvtier.tiers.shared import SharedConfig, SharedTier, ValkeyConfig, ValkeyStore
+from kvtier.tiers.shared import S3Store, SharedConfig, SharedTier, ValkeyConfig, ValkeyStore
+from s3_harness import S3Server, unique_prefix
 from valkey_cluster_harness import PASSWORD, PASSWORD_VARIABLE, ClusterServers
 from valkey_harness import NAMESPACE, ValkeyServer
 
@@ -84,3 +85,29 @@ class TestValkeyClusterTierOneSlot(TestValkeyClusterTier):
 
     slot_bytes = 5003
     prefix = "{kvtier}:"
+
+
+class TestS3Tier(UnboundedTierConformance):
+    durable = True
+    answers_at_once = False
+    num_connections = 4
+
+    @pytest.fixture(autouse=True)
+    def _bucket(self, s3_server: S3Server) -> None:
+        self.s3_config = s3_server.config(unique_prefix())
+        self.epochs = MemoryEpochStore()
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        # a busy machine's answers take their time
+        config = SharedConfig(NAMESPACE, num_connections=self.num_connections, lookup_timeout_s=10.0)
+        return SharedTier(config, S3Store(self.s3_config), self.epochs, make_salt=lambda: bytes(8))
+
+    def advance_epoch(self) -> int:
+        return self.epochs.advance()
+
+
+class TestS3TierOddSize(TestS3Tier):
+    """Blocks of no particular size, over one connection."""
+
+    slot_bytes = 5003
+    num_connections = 1

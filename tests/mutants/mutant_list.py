@@ -402,8 +402,8 @@ MUTANTS = [
     Mutant(
         "reset-spares-tiers",
         _TIERED,
-        "removed = pace.tier.reset(epoch)",
-        "removed = []",
+        "return tier.reset(epoch)",
+        "return []",
         "blocks of other weights are brought up",
     ),
     # hints

@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         ram = CPUOffloadingManager(RAM_BLOCKS, self.policy_name, deadline_s=DEADLINE_S, store_timeout_s=10.0)
         limits = TieringLimits(promoting_share=shares, request_share=1.0, cascading_share=0.5)
         self.manager = TieredOffloadingManager(
-            ram, self.faulty, limits=limits, cascade_when=self.cascade_when, epochs=Epochs()
+            ram, self.faulty, limits=limits, cascade_when=self.cascade_when, epochs=[Epochs() for _ in sizes]
         )
         self.driver = RequestDriver(self.manager)
         self.driver.advance(self.now_s)

@@ -86,6 +86,21 @@ def test_serve_with_a_disk(capsys, tmp_path):
     assert disk == {"path": str(tmp_path), "capacity": "20GiB"}
 
 
+def test_serve_leaves_a_server_with_lower_tiers_time_to_stop(capsys, tmp_path):
+    disk = ("--disk", str(tmp_path), "--disk-capacity", "20GiB")
+    assert serve_dry_run(capsys, "m", *disk, "--dry-run")[-2:] == ["--shutdown-timeout", "10"]
+    assert serve_dry_run(capsys, "m", "--tier", "valkey://cache", "--dry-run")[-2:] == ["--shutdown-timeout", "10"]
+    assert "--shutdown-timeout" not in serve_dry_run(capsys, "m", "--dry-run")
+    for mine in (["--shutdown-timeout", "3"], ["--shutdown_timeout=3"]):
+        assert serve_dry_run(capsys, "m", *disk, "--dry-run", "--", *mine)[-len(mine) :] == mine
+
+
+def test_serve_with_shared_tiers(capsys, tmp_path):
+    urls = [f"disk://{tmp_path}/kv?capacity=20GiB", "valkey://cache:6379?ttl=1d&connections=8"]
+    command = serve_dry_run(capsys, "m", "--tier", urls[0], "--tier", urls[1], "--dry-run")
+    assert json.loads(command[6])["kv_connector_extra_config"] == {"ram": "4GiB", "tiers": urls}
+
+
 def test_serve_leaves_out_what_was_not_set(capsys):
     command = serve_dry_run(capsys, "m", "--print-command")
     assert json.loads(command[6])["kv_connector_extra_config"] == {"ram": "4GiB"}
@@ -122,6 +137,13 @@ def test_serve_becomes_the_server(monkeypatch, capsys):
         (["serve", "m", "--disk", "/tmp"], "--disk-capacity is missing"),
         (["serve", "m", "--disk-capacity", "1GiB"], "--disk is missing"),
         (["serve", "m", "--disk", "/tmp", "--disk-capacity", "much"], "disk.capacity is 'much'"),
+        (["serve", "m", "--tier", "vlkey://host"], "did you mean 'valkey://'?"),
+        (["serve", "m", "--tier", "valkey://host?conections=8"], "did you mean 'connections'?"),
+        (["serve", "m", "--tier", f"disk://{__file__}?capacity=1GiB"], "is not a folder"),
+        (
+            ["serve", "m", "--disk", "/tmp", "--disk-capacity", "1GiB", "--tier", "disk:///tmp/b?capacity=1GiB"],
+            "'disk' and a disk:// URL in 'tiers'",
+        ),
         (["serve", "m", "--disk", __file__, "--disk-capacity", "1GiB"], "is not a folder"),
         (["demo", "--speed", "0"], "--speed 0"),
         (["demo", "--window-s", "-1"], "--window-s -1"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,116 +14,22 @@ from kvtier import (
     ConfigurationError,
     CPUOffloadingManager,
     FilterReusedOffloadingManager,
-    RequestDriver,
     Residency,
     TieredOffloadingManager,
-    make_offload_key,
 )
-from kvtier.keys import OffloadKey
-from kvtier.runtime import Identity, Stack, build_stack, parse_config
+from kvtier.runtime import Identity, build_stack, parse_config
 from kvtier.tiers.disk import FileEpochStore, WeightEpochs
-
-SLOT_BYTES = 4096
-NUM_SLOTS = 16
-NAMESPACE = bytes(range(32))
-PATIENCE_STEPS = 20_000
-
-
-def keys_of(name: str, count: int) -> list[OffloadKey]:
-    return [make_offload_key(f"{name}-{i}".encode().ljust(32, b"."), 0) for i in range(count)]
-
-
-def bytes_of(key: OffloadKey) -> np.ndarray:
-    return np.frombuffer(key.ljust(SLOT_BYTES, b"#"), np.uint8)
-
-
-class Process:
-    """What an engine's process has: a pool, and what `build_stack` makes over it."""
-
-    def __init__(self, folder: Path, identity: Identity | None = None, **disk: Any) -> None:
-        config = {"ram": NUM_SLOTS * SLOT_BYTES, "deadline_s": 60, "prefill_tokens_per_s": 0}
-        threshold = disk.pop("store_threshold", 0)
-        settings = {"path": str(folder), "capacity": "4MiB", "min_free": 0, "direct": False, "threads": 1, **disk}
-        self.pool = np.zeros((NUM_SLOTS, SLOT_BYTES), np.uint8)
-        self.stack: Stack = build_stack(
-            parse_config({**config, "store_threshold": threshold, "disk": settings}),
-            self.pool,
-            identity or Identity(NAMESPACE),
-            enable_events=True,
-        )
-        self.driver = RequestDriver(self.stack.core)
-        self.now_s = 1.0
-        self.driver.advance(self.now_s)
-        self._num_requests = 0
-
-    def step(self) -> None:
-        self.stack.core.on_schedule_end()
-        for tier in self.stack.tiers:
-            tier.wait_for_outcome(1.0)
-        self.now_s += 0.001
-        self.driver.advance(self.now_s)
-
-    def store(self, keys: Sequence[OffloadKey]) -> None:
-        """Computes and stores all of `keys`, and lets the tiers take what they want."""
-        name = self._add(keys)
-        plan = self.driver.plan_store(name, len(keys))
-        if plan is not None:
-            for key, slot in zip(plan.spec.keys, plan.spec.slots, strict=True):
-                self.pool[slot] = bytes_of(key)
-            self.driver.report(plan.job_id)
-        self.driver.finish(name)
-        self.settle()
-
-    def load(self, keys: Sequence[OffloadKey]) -> int:
-        """How many leading `keys` come back, with the right bytes."""
-        name = self._add(keys)
-        for _ in range(PATIENCE_STEPS):
-            count = self.driver.match(name)
-            if count is not None:
-                break
-            self.step()
-        else:
-            raise AssertionError("no answer")
-        if count:
-            plan = self.driver.plan_load(name, 0, count)
-            for key, slot in zip(plan.spec.keys, plan.spec.slots, strict=True):
-                assert (self.pool[slot] == bytes_of(key)).all()
-            self.driver.report(plan.job_id)
-        self.driver.finish(name)
-        self.settle()
-        return count
-
-    def settle(self) -> None:
-        tiered = self.stack.tiered
-        for _ in range(PATIENCE_STEPS):
-            self.step()
-            if tiered is None or not tiered.num_to_flush + tiered.num_promoting:
-                return
-        raise AssertionError("not settled")
-
-    def on_disk(self, keys: Sequence[OffloadKey]) -> int:
-        return sum(found is Residency.READY for tier in self.stack.tiers for found in tier.lookup(keys))
-
-    def stop(self) -> None:
-        assert self.stack.stop(lambda: self.now_s)
-
-    def die(self) -> None:
-        """Like `kill -9`, as far as one process can: nothing is flushed, and the locks go."""
-        for tier in self.stack.tiers:
-            assert tier.close()
-
-    def _add(self, keys: Sequence[OffloadKey]) -> str:
-        self._num_requests += 1
-        self.driver.add_request(f"r{self._num_requests}", keys)
-        return f"r{self._num_requests}"
+from stack_harness import NAMESPACE, SLOT_BYTES, Process, keys_of
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
     processes: list[Process] = []
 
-    def start_one(identity: Identity | None = None, **disk: Any) -> Process:
-        processes.append(Process(tmp_path / "kv", identity, **disk))
+    def start_one(identity: Identity | None = None, store_threshold: int = 0, **disk: Any) -> Process:
+        settings = {"capacity": "4MiB", "min_free": 0, "direct": False, "threads": 1, **disk}
+        settings = {"store_threshold": store_threshold, "disk": {"path": str(tmp_path / "kv"), **settings}}
+        processes.append(Process(settings, identity))
         return processes[-1]
 
     yield start_one

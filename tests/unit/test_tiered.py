@@ -21,7 +21,7 @@ from kvtier import (
 from kvtier.keys import OffloadKey
 from kvtier.manager.pace import PROBE_EVERY_S
 from kvtier.tier_interfaces import TierOutcome
-from kvtier.tiers.memory import MemoryTier
+from kvtier.tiers.memory import MemoryEpochStore, MemoryTier
 
 SLOT_BYTES = 64
 
@@ -378,7 +378,7 @@ class Epochs:
 def test_a_reset_leaves_nothing_in_any_tier(fails: bool) -> None:
     tiers = [MemoryTier(100, blocks_per_poll=2), MemoryTier(100)]
     epochs = Epochs()
-    engine = Engine(16, tiers, epochs=epochs)
+    engine = Engine(16, tiers, epochs=[epochs, epochs])
     keys = keys_of("a", 12)
     engine.compute("a", keys)
     engine.settle(4)
@@ -411,6 +411,50 @@ def test_events_tell_of_every_tier() -> None:
         held = held - named if removed else held | named
     assert held == {key for key in keys + keys_of("b", 4) if tier.lookup((key,)) == [Residency.READY]}
     assert any(removed for removed, _ in below)
+
+
+def test_each_tier_has_its_moment_and_what_comes_from_afar_goes_to_the_nearer_ones() -> None:
+    near, nearer_on_reuse, far = MemoryTier(100), MemoryTier(100), MemoryTier(100)
+    engine = Engine(16, [near, nearer_on_reuse, far], cascade_when=["stored", "reused", "stored"])
+    keys = keys_of("a", 4)
+    engine.compute("a", keys)
+    engine.settle()
+    assert [tier.get_stats().ready_blocks for tier in (near, nearer_on_reuse, far)] == [4, 0, 4]
+    near.drop(keys)
+    for name in "bcde":
+        engine.compute(name, keys_of(name, 8))
+        engine.settle()
+    engine.driver.add_request("again", keys)
+    while engine.driver.match("again") is None:
+        engine.step()
+    engine.settle()
+    assert near.lookup(keys) == [Residency.READY] * 4
+    assert nearer_on_reuse.get_stats().ready_blocks == 0
+    engine.load("again", 4)
+    engine.settle()
+    assert nearer_on_reuse.lookup(keys) == [Residency.READY] * 4
+
+
+@pytest.mark.parametrize("options", [{"cascade_when": ["stored"]}, {"epochs": [MemoryEpochStore()] * 3}])
+def test_not_one_for_each_tier(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=r"has [13] entries; allowed: 2, one for each tier"):
+        TieredOffloadingManager(CPUOffloadingManager(4), [MemoryTier(4), MemoryTier(4)], **options)  # type: ignore[arg-type]
+
+
+def test_an_epoch_that_cannot_be_raised_closes_its_own_tier_alone() -> None:
+    tiers = [MemoryTier(100), MemoryTier(100)]
+    epochs = [Epochs(), Epochs()]
+    epochs[0].fails = True
+    engine = Engine(16, tiers, epochs=epochs)
+    keys = keys_of("a", 4)
+    engine.compute("a", keys)
+    engine.settle()
+    engine.manager.reset_cache()
+    assert [bool(stats.closed_reason) for stats in engine.manager.tier_stats()] == [True, False]
+    assert all(engine.manager.residency(key) is Residency.ABSENT for key in keys)
+    engine.compute("b", keys)
+    engine.settle()
+    assert tiers[1].lookup(keys) == [Residency.READY] * 4
 
 
 def test_a_ram_manager_with_a_filter_is_refused() -> None:

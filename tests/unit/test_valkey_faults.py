@@ -8,17 +8,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from kvtier.interfaces import Residency
 from kvtier.keys import OffloadKey
 from kvtier.testing import TierDriver, make_keys
 from kvtier.tiers.shared import SharedTier, valkey_node
-from kvtier.tiers.shared.envelope import BlockChecksum, Identity, header_of
+from kvtier.tiers.shared.envelope import Identity
+from lying_values import KEY, LIES, SLOT_BYTES, sealed
 from valkey_harness import NAMESPACE, SlowProxy, ValkeyServer, drive, make_tier, wait_until
 
-SLOT_BYTES = 256 << 10
 QUICK = {"connect_timeout_s": 1.0, "lookup_timeout_s": 1.0, "transfer_timeout_s": 1.0, "queue_timeout_s": 2.0}
 PATIENT = dict.fromkeys(QUICK, 30.0)
 """Where nothing stalls: this machine may be busy."""
@@ -234,40 +233,6 @@ def test_evicted_by_the_server_is_a_miss(server: ValkeyServer) -> None:
 # -- the server has other values -------------------------------------------------------------------------------
 
 
-def _sealed(key: OffloadKey, namespace: bytes = NAMESPACE, epoch: int = 0, size: int = SLOT_BYTES) -> bytes:
-    block = np.full(size, 7, np.uint8)
-    header = header_of(Identity(namespace, epoch), key, size)
-    checksum = BlockChecksum(header)
-    checksum.update(block.data)
-    return header + block.tobytes() + checksum.value()
-
-
-def _flipped(value: bytes, at: int) -> bytes:
-    return value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]
-
-
-KEY = make_keys(1)[0]
-LIES = {
-    "first byte": _flipped(_sealed(KEY), 0),
-    "version": _flipped(_sealed(KEY), 8),
-    "codec": _flipped(_sealed(KEY), 10),
-    "reserved": _flipped(_sealed(KEY), 11),
-    "namespace": _sealed(KEY, namespace=bytes(32)),
-    "epoch": _sealed(KEY, epoch=1),
-    "another key": _sealed(make_keys(2)[1]),
-    "length": _sealed(KEY, size=SLOT_BYTES - 1) + b"x",
-    "checksum": _flipped(_sealed(KEY), len(_sealed(KEY)) - 1),
-    "first byte of the block": _flipped(_sealed(KEY), len(_sealed(KEY)) - SLOT_BYTES - 8),
-    "last byte of the block": _flipped(_sealed(KEY), len(_sealed(KEY)) - 9),
-    "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.".ljust(len(_sealed(KEY))),
-    "truncated": _sealed(KEY)[:-1],
-    "a header alone": _sealed(KEY)[: -SLOT_BYTES - 8],
-    "empty": b"",
-    "longer": _sealed(KEY) + b"x",
-    "huge": b"x" * (5 << 20),
-}
-
-
 @pytest.fixture(scope="module")
 def lying_server() -> Iterator[ValkeyServer]:
     server = ValkeyServer()
@@ -298,7 +263,7 @@ def test_the_right_value_from_another_client_is_a_hit(lying_server: ValkeyServer
     """The oracle of the lies: unaltered, the same value is taken."""
     with lying_server.client() as client:
         client.flushall()
-        client.set(name_of(KEY), _sealed(KEY))
+        client.set(name_of(KEY), sealed(KEY))
         driver = open_driver(lying_server)
         assert driver.ready([KEY]) == [KEY]
         assert driver.load([KEY]).success
@@ -322,9 +287,9 @@ def test_values_that_are_not_whole_are_not_there(lying_server: ValkeyServer) -> 
     with lying_server.client() as client:
         client.flushall()
         keys = make_keys(3)
-        client.set(name_of(keys[0]), _sealed(keys[0])[:-1])
+        client.set(name_of(keys[0]), sealed(keys[0])[:-1])
         client.rpush(name_of(keys[1]), b"a list")
-        client.set(name_of(keys[2]), _sealed(keys[2]))
+        client.set(name_of(keys[2]), sealed(keys[2]))
         driver = open_driver(lying_server)
         assert driver.ready(keys) == [keys[2]]
         stored = driver.store(keys[:1])

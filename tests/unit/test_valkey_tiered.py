@@ -38,7 +38,7 @@ class Engine:
         self.tier = make_tier(server.port, {"lookup_timeout_s": GIVE_UP_S, "absent_s": 0.05})
         self.tier.attach(self.pool)
         ram = CPUOffloadingManager(ram_blocks, deadline_s=60.0)
-        self.manager = TieredOffloadingManager(ram, [self.tier], epochs=MemoryEpochStore())
+        self.manager = TieredOffloadingManager(ram, [self.tier], epochs=[MemoryEpochStore()])
         self.driver = RequestDriver(self.manager)
         self.now_s = 0.0
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,20 +10,9 @@ import pytest
 
 from kvtier.testing import make_keys
 from kvtier.tiers.shared import SharedTier
-from valkey_harness import TlsProxy, ValkeyServer, drive, make_tier, wait_until
+from valkey_harness import TlsProxy, ValkeyServer, certificate_for, drive, make_tier, wait_until
 
 PATIENT = dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s", "queue_timeout_s"), 30.0)
-
-
-def certificate_for(folder: Path, name: str) -> tuple[str, str]:
-    """Paths of a self-signed certificate for `name` (`IP:...` or `DNS:...`) and of its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    certificate, key = folder / f"{name[:3]}.pem", folder / f"{name[:3]}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-subj", "/CN=kvtier test", "-addext", f"subjectAltName={name}", "-days", "2"]
-    subprocess.run([*command, "-out", certificate, "-keyout", key], check=True, capture_output=True)
-    return str(certificate), str(key)
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """A vLLM engine with kvtier behind a pipe, in a process that may be killed: one JSON list a line, in and out.
 
-In: `["ask", id, prompt, max_tokens, abort_after]`, `["reset"]`, `["probe", side, function, arguments]`.
+In: `["ask", id, prompt, max_tokens, abort_after, params]`, `["reset"]`, `["forget"]`, `["tiers"]`,
+`["probe", side, function, arguments]`.
 Out: `["ready"]`, `["tokens", id, tokens, num_cached, finished]`, `["aborted", id]`, `["reset", done]`,
-`["probe", value]`.
-A request is aborted once the engine has answered `abort_after` times since it was handed in (null: never). A probe
+`["forget", done]`, `["tiers", {name: counters}]`, `["probe", value]`.
+A request is aborted once the engine has answered `abort_after` times since it was handed in (null: never); `params`
+(may be left out) are its `kv_transfer_params`. A reset includes the connector; to forget is to lose the engine's own
+cache alone. `tiers` are those below RAM, where the engine core is in this process. A probe
 calls a function of the connector's module on one side: in the "scheduler" (only where the engine core has a process of
 its own), or in every "worker", and then the value is a list. The process ends in good order when
 there is nothing more to read.
@@ -66,10 +69,18 @@ class DrivenEngine:
     def obey(self, command: str, *arguments: Any) -> None:
         getattr(self, command)(*arguments)
 
-    def ask(self, request_id: str, prompt: list[int], max_tokens: int, abort_after: int | None) -> None:
+    def ask(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        abort_after: int | None,
+        params: dict[str, Any] | None = None,
+    ) -> None:
         from vllm import SamplingParams
 
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **extra)
         self._llm.add_request(request_id, {"prompt_token_ids": prompt}, parameters)
         if abort_after is not None:
             self._abort_at[request_id] = self._num_steps + abort_after
@@ -77,6 +88,14 @@ class DrivenEngine:
 
     def reset(self) -> None:
         self.say("reset", self._llm.reset_prefix_cache(reset_connector=True))
+
+    def forget(self) -> None:
+        self.say("forget", self._llm.reset_prefix_cache())
+
+    def tiers(self) -> None:
+        stack = self._llm.engine_core.engine_core.scheduler.connector._manager.stack
+        figures = zip(stack.tier_names, stack.tiered.tier_stats(), strict=True) if stack.tiered else ()
+        self.say("tiers", {name: dict(stats.counters) for name, stats in figures})
 
     def probe(self, side: str, function: str, arguments: list[Any]) -> None:
         if side == "scheduler":

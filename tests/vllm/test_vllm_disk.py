@@ -137,14 +137,14 @@ def test_where_a_hit_came_from_and_every_figure_is_declared(dense, restart):
     assert hits.num_cached == 6 * BLOCK
     settings = engine.llm.vllm_config.kv_transfer_config.kv_connector_extra_config
     declared = {**KVTierOffloadingSpec.build_metric_definitions(settings), **get_connector_metric_definitions()}
-    engine.manager._reporter = MetricsReporter(has_reuse_filter=False, has_disk=True)  # the engine has had the rest
+    engine.manager._reporter = MetricsReporter(has_reuse_filter=False, has_tiers=True)  # the engine has had the rest
     reported = engine.connector.get_kv_connector_stats().reduce()
-    names = {name.removesuffix("_count").removesuffix("_sum") for name in reported}
+    names = {name.partition("(")[0].removesuffix(":").removesuffix("_count").removesuffix("_sum") for name in reported}
     assert names <= declared.keys()
     assert reported["vllm:kvtier_promoted_blocks"] == 6
-    assert reported["vllm:kvtier_disk_loaded_bytes"] == 6 * BLOCK_BYTES
-    assert reported["vllm:kvtier_disk_in_use"] == 1
-    assert reported["vllm:kvtier_disk_ready_blocks"] == 24
+    assert reported["vllm:kvtier_tier_loaded_bytes:('disk',)"] == 6 * BLOCK_BYTES
+    assert reported["vllm:kvtier_tier_in_use:('disk',)"] == 1
+    assert reported["vllm:kvtier_tier_ready_blocks:('disk',)"] == 24
 
 
 def test_a_disk_that_fails_costs_hits_and_nothing_else(dense, plain, restart, monkeypatch):

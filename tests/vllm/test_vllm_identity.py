@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_a_model_by_its_name_is_looked_up_on_this_machine_only(dense):
     )
     assert weights_of(config, find_snapshot) == weights_identity(dense)
     assert asked == [("some/model", {"revision": "main", "cache_dir": "/models", "local_files_only": True})]
-    with pytest.raises(NoIdentityError, match=r"some/model.*disk\.weights_id"):
+    with pytest.raises(NoIdentityError, match=r"some/model.*set weights_id"):
         weights_of(config)
 
 
@@ -138,6 +139,46 @@ def test_without_an_identity_the_engine_starts_without_a_disk_and_one_line_says_
         build_connector(dense, disk_in(tmp_path), load_format="dummy")
     assert list(tmp_path.iterdir()) == []
     # a record may reach the handler in two ways
-    (line,) = {record.getMessage() for record in caplog.records if "disk" in record.getMessage()}
+    (line,) = {record.getMessage() for record in caplog.records if "no disk tier" in record.getMessage()}
     assert "load_format 'dummy'" in line
-    assert "disk.weights_id" in line
+    assert "set weights_id" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"load_format": "dummy"}, "load_format 'dummy'"), ({"prefix_caching_hash_algo": "xxhash"}, "PYTHONHASHSEED")],
+)
+def test_without_an_identity_there_are_no_shared_tiers_and_nobody_is_contacted(
+    dense, caplog, monkeypatch, changes, why
+):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr(logging.getLogger("kvtier"), "propagate", True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        url = f"valkey://127.0.0.1:{listener.getsockname()[1]}"
+        with caplog.at_level(logging.WARNING), caplog.at_level(logging.WARNING, logger="kvtier"):
+            build_connector(dense, {"ram": "1MiB", "tiers": [url]}, **changes)
+        with pytest.raises(BlockingIOError):
+            listener.accept()  # nobody was contacted
+    (line,) = {record.getMessage() for record in caplog.records if "kvtier" in record.getMessage()}
+    assert line.startswith("kvtier: no shared tiers, blocks stay in RAM only:")
+    assert why in line
+    assert "\n" not in line
+
+
+def test_an_engine_that_is_to_be_given_other_weights_says_so(dense, tmp_path, monkeypatch):
+    from vllm.config import WeightTransferConfig
+
+    from kvtier.adapters.vllm import spec
+
+    told: list[bool] = []
+    build_stack = spec.build_stack
+
+    def note(config, pool, identity, enable_events):
+        told.append(identity.weights_may_change)
+        return build_stack(config, pool, identity, enable_events)
+
+    monkeypatch.setattr(spec, "build_stack", note)
+    build_connector(dense, disk_in(tmp_path))
+    build_connector(dense, disk_in(tmp_path), weight_transfer_config=WeightTransferConfig(backend="ipc"))
+    assert told == [False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_harness import BLOCK, PATIENCE_S, Prompts, connector_arguments, engine_environment
+
+from valkey_harness import ValkeyServer
 
 POLL_S = 0.2
 
@@ -42,13 +45,16 @@ class Server:
         return json.loads(self.request("/v1/completions", {**body, "return_token_ids": True}))
 
     def metrics(self) -> Counter[str]:
-        """Every sample of /metrics by its name, summed up over the labels; 0 where there is none yet."""
+        """Every sample of /metrics by its name, summed up over the labels; 0 where there is none yet. Those of tiers
+        also by name and medium, with a space between."""
         samples: Counter[str] = Counter()
         for line in self.request("/metrics").splitlines():
             if line and not line.startswith("#"):
-                name, _, value = line.replace("{", " ").rpartition(" ")
-                name = name.split(" ")[0]
+                series, _, value = line.rpartition(" ")
+                name, _, labels = series.partition("{")
                 samples[name] += float(value)
+                for medium in re.findall(r'medium="([^"]*)"', labels):
+                    samples[f"{name} {medium}"] += float(value)
         return samples
 
     def wait_until(self, done: Callable[[], object], what: str, patience_s: float = 2 * PATIENCE_S) -> None:
@@ -101,13 +107,17 @@ def serving(model: Path, folder: Path, settings: dict[str, Any], *arguments: str
         process.wait()
 
 
-def test_metrics_of_a_served_engine(smollm2, plain, tmp_path):
+def test_metrics_of_a_served_engine(smollm2, plain, tmp_path, request):
     prompts = [Prompts(seed)(9 * BLOCK + 12) for seed in (11, 12, 13)]
     expected = plain(smollm2).answers(prompts)
     num_blocks = 9 * len(prompts)
     block_bytes = 30 * 2 * 3 * 64 * 4 * BLOCK  # layers, K and V, heads, head size, float32
     num_slots = 64
-    settings = {"ram": num_slots * block_bytes + 1000}
+    store = ValkeyServer()
+    request.addfinalizer(store.stop)
+    # a store that can be used, and one that is not there
+    tiers = [f"valkey://127.0.0.1:{store.port}", f"valkey://127.0.0.1:{free_port()}"]
+    settings = {"ram": num_slots * block_bytes + 1000, "tiers": tiers}
     arguments = ["--num-gpu-blocks-override", "40", "--max-model-len", "640", "--max-num-batched-tokens", "640"]
     with serving(smollm2, tmp_path, settings, *arguments) as server:
         for prompt, answer in zip(prompts, expected, strict=True):
@@ -135,6 +145,13 @@ def test_metrics_of_a_served_engine(smollm2, plain, tmp_path):
         for name in idle:
             assert metrics[f"vllm:kvtier_{name}"] == 0
         assert metrics["vllm:external_prefix_cache_hits_total"] == num_blocks * BLOCK
+        with store.client() as client:
+            num_shared = client.dbsize()
+        assert metrics["vllm:kvtier_tier_stored_bytes_total valkey"] == num_shared * block_bytes > 0
+        assert metrics["vllm:kvtier_tier_in_use valkey"] == 1
+        assert metrics["vllm:kvtier_tier_in_use valkey-2"] == 0
+        assert metrics["vllm:kvtier_tier_stored_bytes_total valkey-2"] == 0
+        assert metrics["vllm:kvtier_tier_corrupt_blocks_total"] == 0
 
 
 def pool_files(pid: int) -> set[tuple[str, str]]:

@@ -163,6 +163,15 @@ BAD_SETTINGS = {
         {"ram": "1MiB", "disk": {"path": "/tmp/kvtier-test-settings", "capacity": 20_000}},
         ["disk capacity is 20000 bytes", str(BLOCK_BYTES)],
     ),
+    "a tier of a kind that there is not": ({"ram": "1MiB", "tiers": ["vlkey://host"]}, ["tiers[0]", "valkey://"]),
+    "an unknown option of a tier": (
+        {"ram": "1MiB", "tiers": ["valkey://host?conections=3"]},
+        ["tiers[0]", "'conections'", "'connections'"],
+    ),
+    "a disk in two places": (
+        {"ram": "1MiB", "disk": {"path": "/tmp", "capacity": "1GiB"}, "tiers": ["disk:///tmp/b?capacity=1GiB"]},
+        ["'disk'", "'tiers'"],
+    ),
     "a folder without room": ({"ram": "1MiB", "pool_dir": "/proc"}, ["ram is '1MiB'", "/proc", "leaves 0"]),
 }
 

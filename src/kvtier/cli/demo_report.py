@@ -16,7 +16,7 @@ from rich.text import Text
 
 STORED = "vllm:kv_offload_store_bytes"
 LOADED = "vllm:kv_offload_load_bytes"
-DISK_LOADED = "vllm:kvtier_disk_loaded_bytes"
+DISK_LOADED = "vllm:kvtier_tier_loaded_bytes"
 DEFERRED = "vllm:kvtier_deferred_requests"
 RUNS = ("without", "with")
 _SIDES = {"without": "off", "with": "on"}

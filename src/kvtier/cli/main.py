@@ -46,7 +46,8 @@ def _root() -> None:
 @app.command(
     epilog=examples(
         "kvtier serve Qwen/Qwen3-8B --ram 32GiB -- --port 8000 --max-model-len 16384",
-        "kvtier serve ./model --ram 8GiB --disk /var/cache/kvtier --disk-capacity 200GiB -- --shutdown-timeout 10",
+        "kvtier serve ./model --ram 8GiB --disk /var/cache/kvtier --disk-capacity 200GiB",
+        "kvtier serve ./model --ram 8GiB --tier 'valkey://cache.internal:6379?ttl=1d' -- --port 8000",
         "kvtier serve ./model --ram 8GiB --set blocks_per_chunk=4 --dry-run",
     )
 )
@@ -82,6 +83,15 @@ def serve(
     disk_capacity: Annotated[
         str | None, typer.Option(help="What kvtier may take in that folder, for example 200GiB.", show_default=False)
     ] = None,
+    tiers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tier",
+            metavar="URL",
+            help="A tier behind the RAM, as valkey://HOST:PORT or disk:///FOLDER?capacity=SIZE. Repeatable: the "
+            "nearest first.",
+        ),
+    ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any other key of kvtier's configuration. Repeatable."),
@@ -100,6 +110,7 @@ def serve(
         "store_threshold": store_threshold,
         "pool_dir": str(pool_dir) if pool_dir else None,
         "disk": serving.disk_settings(disk_folder, disk_capacity),
+        "tiers": tiers or None,
     }
     for assignment in assignments or ():
         key, value = serving.parse_assignment(assignment)

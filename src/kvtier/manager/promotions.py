@@ -87,6 +87,9 @@ class PromotionPlanner:
         """Of requests that wait for a promotion that has not begun, oldest first."""
         self._candidates: dict[int, list[OffloadKey]] = {}
         """Number of a slow tier -> blocks that were asked for: what it is tried with."""
+        self.unanswered: set[int] = set()
+        """Numbers of the tiers that somebody waits for an answer from, as of the last step."""
+        self._unanswered_now: set[int] = set()
 
     # -- asked by look-ups -----------------------------------------------------------------------------------
 
@@ -106,6 +109,7 @@ class PromotionPlanner:
         if found is _ABSENT or not self._ram.defer(req_context):
             return _ABSENT
         if found is _UNKNOWN:
+            self._unanswered_now.add(number)
             return _UNKNOWN
         if wish is None:
             wish = req_context._states[self] = Wish(req_context)
@@ -145,6 +149,7 @@ class PromotionPlanner:
 
     def plan(self) -> None:
         """At the end of a step: begins what is worth it. O(blocks wished for by `requests_per_step` requests)."""
+        self.unanswered, self._unanswered_now = self._unanswered_now, set()
         for wish in list(self._wishes.values())[: self._requests_per_step]:
             if self._room < 1:
                 break

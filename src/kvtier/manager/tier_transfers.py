@@ -43,7 +43,8 @@ class _Job:
 class TierTransfers:
     """Jobs of the tiers, in RAM's books: a block on its way up is a store into RAM, one on its way down a load from it.
 
-    `on_moved(medium, keys)` hears of blocks that a tier has taken; `counters` are the caller's, and counted in.
+    `on_taken(number, keys)` hears of blocks that a tier has taken, `on_arrived(number, keys)` of those that came up
+    from one; `counters` are the caller's, and counted in.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class TierTransfers:
         ram: CPUOffloadingManager,
         paces: list[TierPace],
         counters: Counter[str],
-        on_moved: Callable[[str, list[OffloadKey]], None],
+        on_taken: Callable[[int, list[OffloadKey]], None],
+        on_arrived: Callable[[int, list[OffloadKey]], None],
     ) -> None:
         self.num_promoting = 0
         """Blocks on their way up."""
@@ -60,7 +62,8 @@ class TierTransfers:
         self._ram = ram
         self._paces = paces
         self._counters = counters
-        self._on_moved = on_moved
+        self._on_taken = on_taken
+        self._on_arrived = on_arrived
         self._jobs: dict[int, _Job] = {}
         self._num_jobs = 0
         self._coming_from: dict[OffloadKey, int] = {}
@@ -180,8 +183,9 @@ class TierTransfers:
             self._ram.on_request_finished(job.context)
             self._counters["promoted_blocks"] += len(moved)
             self._counters["failed_promotion_blocks"] += len(failed)
+            self._on_arrived(job.tier_number, moved)
             return
         self.num_cascading -= len(job.keys)
         self._ram.complete_load(job.keys, job.context, spec=job.spec)
         self._counters["cascaded_blocks"] += len(moved)
-        self._on_moved(pace.tier.medium, moved)
+        self._on_taken(job.tier_number, moved)

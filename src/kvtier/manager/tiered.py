@@ -39,14 +39,17 @@ class TieredOffloadingManager(OffloadingManager):
     recomputing (`tell_recompute_rate`) is not begun.
 
     **Down.** Blocks that were stored (or, with `cascade_when` "reused", loaded) are offered to every tier below, and
-    pinned in RAM only while a tier that has accepted them reads them. A slow or full tier sheds. With "evicted",
-    half of `cascading_share` is kept free in RAM: what would be evicted next leaves early, and is offered to the first
-    tier. Nobody finds it on its way, and stores that take more room than that within a step evict what is lost.
+    pinned in RAM only while a tier that has accepted them reads them. A slow or full tier sheds. What came up from a
+    tier is offered to those before it that want all that is stored. With "evicted", half of `cascading_share` is kept
+    free in RAM: what would be evicted next leaves early, and is offered to the first tier that is meant. Nobody finds
+    it on its way, and stores that take more room than that within a step evict what is lost. `cascade_when` is for all
+    tiers, or one for each.
 
-    A tier whose jobs keep failing is left alone for a while (`CircuitBreaker`). `epochs` keeps the weight epoch:
-    `reset_cache` raises it, and closes the tiers if that fails. The caller has attached the tiers to the pool whose
-    slots `ram` counts, and closes them after `shutdown`; `ram` belongs to this manager, without a reuse filter of its
-    own: wrap this manager in `FilterReusedOffloadingManager` instead.
+    A tier whose jobs keep failing is left alone for a while (`CircuitBreaker`). `epochs` has the weight epoch of each
+    tier, in their order: `reset_cache` raises all, and closes a tier whose epoch it cannot raise; without it the tiers
+    must keep nothing. The caller has attached the tiers to the pool whose slots `ram` counts, and closes them after
+    `shutdown`; `ram` belongs to this manager, without a reuse filter of its own: wrap this manager in
+    `FilterReusedOffloadingManager` instead.
 
     Raises ConfigurationError for values outside what is said here.
     """
@@ -57,8 +60,8 @@ class TieredOffloadingManager(OffloadingManager):
         tiers: Sequence[Tier],
         *,
         limits: TieringLimits | None = None,
-        cascade_when: str = "stored",
-        epochs: EpochStore | None = None,
+        cascade_when: str | Sequence[str] = "stored",
+        epochs: Sequence[EpochStore] | None = None,
         enable_events: bool = False,
     ) -> None:
         if ram.has_reuse_filter:
@@ -66,16 +69,22 @@ class TieredOffloadingManager(OffloadingManager):
         self.ram = ram
         self.limits = limits or TieringLimits()
         self._paces = [TierPace(tier) for tier in tiers]
-        self._when = CascadeWhen.parse(cascade_when)
+        if isinstance(cascade_when, str):
+            self._whens = [CascadeWhen.parse(cascade_when)] * len(tiers)
+        else:
+            self._whens = [CascadeWhen.parse(name) for name in cascade_when]
+        for name, given in (("cascade_when", self._whens), ("epochs", tiers if epochs is None else epochs)):
+            if len(given) != len(tiers):
+                raise ConfigurationError(f"{name} has {len(given)} entries; allowed: {len(tiers)}, one for each tier")
         capacity = ram.get_stats().capacity_blocks
         self._queues = [CascadeQueue(capacity) for _ in tiers]
         self._max_cascading = max(1, int(capacity * self.limits.cascading_share))
         self._num_reserved = max(1, self._max_cascading // 2)
         """Slots that are kept free where blocks are written down before they are evicted."""
-        self._epochs = epochs
+        self._epochs = None if epochs is None else list(epochs)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._counters: Counter[str] = Counter()
-        self._transfers = TierTransfers(ram, self._paces, self._counters, self._note_stored)
+        self._transfers = TierTransfers(ram, self._paces, self._counters, self._note_taken, self._note_arrived)
         self._promotions = PromotionPlanner(ram, self._paces, self._transfers, self.limits, self._counters)
 
     # -- look-up ---------------------------------------------------------------------------------------------
@@ -113,8 +122,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         spec = self.ram.prepare_load(keys, req_context)
-        if self._when is CascadeWhen.REUSED:
-            self._queue_down(spec.keys)
+        self._queue_down(spec.keys, CascadeWhen.REUSED)
         for pace in self._paces:
             pace.tier.touch(spec.keys)
         return spec
@@ -143,8 +151,8 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         keys = list(keys)
         self.ram.complete_store(keys, req_context, success, spec)
-        if success and self._when is CascadeWhen.STORED:
-            self._queue_down(key for key in keys if self.ram.residency(key) is _READY)
+        if success and CascadeWhen.STORED in self._whens:
+            self._queue_down([key for key in keys if self.ram.residency(key) is _READY], CascadeWhen.STORED)
 
     def writers_died(self) -> None:
         self.ram.writers_died()
@@ -169,8 +177,8 @@ class TieredOffloadingManager(OffloadingManager):
     def on_schedule_end(self) -> None:
         self.ram.on_schedule_end()
         self._promotions.plan()
-        if self._when is CascadeWhen.EVICTED and self._paces:
-            self._evict_down()
+        if CascadeWhen.EVICTED in self._whens:
+            self._evict_down(self._whens.index(CascadeWhen.EVICTED))
         for number, queue in enumerate(self._queues):
             if queue:
                 self._cascade(number)
@@ -207,26 +215,23 @@ class TieredOffloadingManager(OffloadingManager):
     # -- whole cache -----------------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Everything becomes absent in every tier. Raises the weight epoch durably, or closes the tiers."""
+        """Everything becomes absent in every tier. Raises each tier's weight epoch durably, or closes that tier."""
         self.ram.reset_cache()
         for queue in self._queues:
             queue.clear()
         self._promotions.clear()
-        failure = ""
-        epoch = 0
-        try:
-            epoch = self._epochs.advance() if self._epochs is not None else 0
-        except KVTierError as error:
-            failure = f"the weight epoch could not be raised: {error}"
-        for pace in self._paces:
+        for number, pace in enumerate(self._paces):
             self._note_removed(pace.tier)
-            if failure:
-                removed = [*pace.tier.take_removed()]
-                pace.tier.disable(failure)
-                removed += pace.tier.take_removed()
-            else:
-                removed = pace.tier.reset(epoch)
-            self._emit(removed, pace.tier.medium, removed=True)
+            self._emit(self._reset_tier(number, pace.tier), pace.tier.medium, removed=True)
+
+    def _reset_tier(self, number: int, tier: Tier) -> list[OffloadKey]:
+        """Returns what has left the tier."""
+        try:
+            epoch = self._epochs[number].advance() if self._epochs is not None else 0
+        except KVTierError as error:
+            tier.disable(f"the weight epoch could not be raised: {error}")
+            return tier.take_removed()
+        return tier.reset(epoch)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events = list(self.ram.take_events())
@@ -279,14 +284,26 @@ class TieredOffloadingManager(OffloadingManager):
             pace.tier.check_invariants()
         self._transfers.check_invariants()
 
-    def flush_down(self) -> int:
-        """Before a stop: offers all of RAM to the tiers that do not have it, whatever `cascade_when` says.
+    @property
+    def awaited_tiers(self) -> list[Tier]:
+        """Those that something is on its way up from, or that owe an answer that a request waits for. The caller owns
+        the list. O(tiers)."""
+        unanswered = self._promotions.unanswered
+        return [pace.tier for number, pace in enumerate(self._paces) if pace.num_pending or number in unanswered]
+
+    def flush_down(self, numbers: Collection[int] | None = None) -> int:
+        """Before a stop: offers all of RAM to the tiers that do not have it and can be reached, whatever `cascade_when`
+        says. `numbers`: to these alone; what waits for the others is forgotten.
 
         The caller goes on with `advance` and `on_schedule_end` until `num_to_flush` is 0 or its patience ends.
         Returns how many blocks wait. O(capacity).
         """
         ready = self.ram.ready_keys()
-        for pace, queue in zip(self._paces, self._queues, strict=True):
+        for number, (pace, queue) in enumerate(zip(self._paces, self._queues, strict=True)):
+            stats = pace.tier.get_stats()
+            if stats.closed_reason or stats.down_reason or (numbers is not None and number not in numbers):
+                queue.clear()
+                continue
             below = pace.tier.lookup(ready)
             queue.add(key for key, found in zip(ready, below, strict=True) if found is not _READY)
         return self.num_to_flush
@@ -303,10 +320,11 @@ class TieredOffloadingManager(OffloadingManager):
 
     # -- private ---------------------------------------------------------------------------------------------
 
-    def _queue_down(self, keys: Iterable[OffloadKey]) -> None:
-        keys = list(keys)
-        for queue in self._queues:
-            queue.add(keys)
+    def _queue_down(self, keys: Sequence[OffloadKey], when: CascadeWhen, before: int | None = None) -> None:
+        """To the tiers that want blocks then; `before`: to those above that one alone."""
+        for queue, wanted in zip(self._queues[:before], self._whens, strict=False):
+            if wanted is when:
+                queue.add(keys)
 
     def _cascade(self, number: int) -> None:
         pace, queue = self._paces[number], self._queues[number]
@@ -320,16 +338,19 @@ class TieredOffloadingManager(OffloadingManager):
         if keys:
             queue.give_back(keys[self._transfers.take_down(number, keys) :])
 
-    def _evict_down(self) -> None:
+    def _evict_down(self, number: int) -> None:
         """Keeps some slots free, by writing down what would be evicted next."""
-        pace = self._paces[0]
+        pace = self._paces[number]
         room = self._max_cascading - self._transfers.num_cascading
         count = min(self._num_reserved - self.ram.num_free, room, STEP_BLOCKS)
         if count > 0 and pace.is_usable:
-            self._queues[0].num_shed += self._transfers.evict_down(0, count)
+            self._queues[number].num_shed += self._transfers.evict_down(number, count)
 
-    def _note_stored(self, medium: str, keys: list[OffloadKey]) -> None:
-        self._emit(keys, medium, removed=False)
+    def _note_taken(self, number: int, keys: list[OffloadKey]) -> None:
+        self._emit(keys, self._paces[number].tier.medium, removed=False)
+
+    def _note_arrived(self, number: int, keys: list[OffloadKey]) -> None:
+        self._queue_down(keys, CascadeWhen.STORED, before=number)
 
     def _note_removed(self, tier: Tier) -> None:
         self._emit(tier.take_removed(), tier.medium, removed=True)

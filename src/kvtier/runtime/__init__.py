@@ -3,6 +3,7 @@
 from kvtier.runtime.compose import Identity, Stack, build_manager, build_stack, open_disk
 from kvtier.runtime.config import DEFAULT_POLICY, Config, num_slots_for, parse_config
 from kvtier.runtime.disk import check_folders
+from kvtier.runtime.tiers import check_tiers
 from kvtier.runtime.values import parse_size
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "build_manager",
     "build_stack",
     "check_folders",
+    "check_tiers",
     "num_slots_for",
     "open_disk",
     "parse_config",

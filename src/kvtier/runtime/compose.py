@@ -15,8 +15,10 @@ from kvtier.interfaces import OffloadingManager
 from kvtier.manager import CircuitBreaker, CPUOffloadingManager, FilterReusedOffloadingManager, TieredOffloadingManager
 from kvtier.runtime.config import Config
 from kvtier.runtime.disk import ADMISSIONS, DiskSettings
-from kvtier.tier_interfaces import Tier
+from kvtier.runtime.tiers import SharedSettings, TierSettings, tier_names
+from kvtier.tier_interfaces import EpochStore, Tier
 from kvtier.tiers.disk import DiskConfig, DiskTier, FileEpochStore, WeightEpochs
+from kvtier.tiers.shared import SharedEpochs, SharedTier
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ _FLUSH_PAUSE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose blocks a persisted tier holds."""
+    """Whose blocks a persisted or shared tier holds."""
 
     namespace: bytes
     """32 bytes: see `kvtier.runtime.identity`."""
@@ -36,6 +38,18 @@ class Identity:
     rank: int = 0
     """Which of `num_ranks` engines this is that were started with one configuration."""
     num_ranks: int = 1
+    weights_may_change: bool = False
+    """The engine is made to be given other weights while it runs, reset or not: what it has is not for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A tier that is open."""
+
+    name: str
+    tier: Tier
+    epochs: EpochStore
+    settings: TierSettings
 
 
 @dataclass(slots=True)
@@ -48,30 +62,36 @@ class Stack:
     tiered: TieredOffloadingManager | None = None
     """In `core`, or that itself, where there are tiers below RAM."""
     tiers: list[Tier] = field(default_factory=list)
-    """Below RAM, attached."""
-    stop_flush_s: float = 0.0
+    """Below RAM, attached, the nearest first."""
+    tier_names: list[str] = field(default_factory=list)
+    """Of each of them: see `kvtier.runtime.tiers.tier_names`."""
+    stop_flush_s: list[float] = field(default_factory=list)
+    """Of each of them: how long a stop may take to write what is only in RAM."""
     _is_stopped: bool = False
 
     @property
     def breakers(self) -> list[tuple[str, CircuitBreaker]]:
-        """Medium and breaker of each tier that has one, RAM first. The caller owns the list."""
+        """Name, in capitals, and breaker of each tier that has one, RAM first. The caller owns the list."""
         below = self.tiered.breakers if self.tiered is not None else []
-        return ([("RAM", self.ram.breaker)] if self.ram.breaker is not None else []) + below
+        named = [(name.upper(), breaker) for name, (_, breaker) in zip(self.tier_names, below, strict=True)]
+        return ([("RAM", self.ram.breaker)] if self.ram.breaker is not None else []) + named
 
     def linger(self, timeout_s: float) -> None:
-        """Returns once something that is on its way up from a lower tier may be there, or after `timeout_s`."""
-        if self.tiered is not None and self.tiered.num_promoting:
-            self.tiers[0].wait_for_outcome(timeout_s)
+        """Returns once something that a request waits for may have come from a lower tier, or after `timeout_s`."""
+        awaited = self.tiered.awaited_tiers if self.tiered is not None else []
+        for tier in awaited:
+            tier.wait_for_outcome(timeout_s / len(awaited))
 
     def stop(self, now_s: Callable[[], float] = time.monotonic) -> bool:
-        """Flushes RAM to the tiers below it for at most `stop_flush_s`, then closes them. The workers have ended.
+        """Flushes RAM to the tiers below it for at most the longest `stop_flush_s`, then closes them. The workers have
+        ended.
 
         `now_s` is the managers' time. Returns False if a transfer is stuck in a medium: keep the pool mapped then.
         """
         if self._is_stopped:
             return self._close(0.0)
         self._is_stopped = True
-        left_s = self.stop_flush_s
+        left_s = max(self.stop_flush_s, default=0.0)
         if self.tiered is not None and left_s > 0:
             began_s = time.monotonic()
             self._flush_down(self.tiered, began_s + _FLUSH_SHARE * left_s, now_s)
@@ -84,21 +104,23 @@ class Stack:
         return all(closed)
 
     def _flush_down(self, tiered: TieredOffloadingManager, until_s: float, now_s: Callable[[], float]) -> None:
-        num_blocks, began_s = tiered.flush_down(), time.monotonic()
+        wanted = [number for number, flush_s in enumerate(self.stop_flush_s) if flush_s > 0]
+        num_blocks, began_s = tiered.flush_down(wanted), time.monotonic()
         while (left_s := until_s - time.monotonic()) > 0 and tiered.num_to_flush:
             tiered.on_schedule_end()
             for tier in self.tiers:
                 tier.wait_for_outcome(min(left_s, _FLUSH_PAUSE_S))
             if not tiered.num_cascading:
-                if all(tier.get_stats().closed_reason for tier in self.tiers):
+                if all(stats.closed_reason or stats.down_reason for stats in tiered.tier_stats()):
                     break
                 time.sleep(min(left_s, _FLUSH_PAUSE_S))  # refused: the tier is full, or left alone for a while
             tiered.advance(now_s())
         if num_blocks:
             num_left = tiered.num_to_flush
             logger.info(
-                "kvtier: %d blocks that were only in RAM are on disk now, %d are not, after %.1f s",
+                "kvtier: of what was only in RAM %d blocks have gone down to %s, %d have not, after %.1f s",
                 num_blocks - num_left,
+                " and ".join(self.tier_names),
                 num_left,
                 time.monotonic() - began_s,
             )
@@ -112,32 +134,68 @@ def build_manager(config: Config, num_slots: int, enable_events: bool = False) -
 def build_stack(
     config: Config, pool: npt.NDArray[np.uint8], identity: Identity | None, enable_events: bool = False
 ) -> Stack:
-    """The managers of one engine, and the disk tier behind its RAM, opened over `pool`.
+    """The managers of one engine, and the tiers behind its RAM, opened over `pool`.
 
     `pool` is (num_slots, slot_bytes) uint8 and stays mapped until `Stack.stop` has returned True. Without an `identity`
-    there is no tier that persists. Raises ConfigurationError for settings that cannot work. A disk that cannot be used
-    now (in use, full, failing) is an error in the log, and RAM alone.
+    there is no tier that persists or is shared. Raises ConfigurationError for settings that cannot work. A disk that
+    cannot be used now (in use, full, failing) is an error in the log, and the stack is without it; a store that is not
+    there now is a line in the log, and tried again all the time.
     """
-    tier = open_disk(config.disk, pool, identity) if config.disk is not None else None
-    if config.disk is None or tier is None:
+    opened = _open_tiers(config, pool, identity) if identity is not None else []
+    if not opened:
         ram = build_manager(config, len(pool), enable_events)
         return Stack(ram, ram)
+    tiers = [each.tier for each in opened]
     try:
         ram = _build_ram(config, len(pool), enable_events, store_threshold=0)
         tiered = TieredOffloadingManager(
             ram,
-            [tier],
-            cascade_when=ADMISSIONS[config.disk.admission].value,
-            epochs=tier.epoch_store,
+            tiers,
+            cascade_when=[ADMISSIONS[each.settings.admission].value for each in opened],
+            epochs=[each.epochs for each in opened],
             enable_events=enable_events,
         )
         core: OffloadingManager = tiered
         if config.store_threshold > 1:
             core = FilterReusedOffloadingManager(tiered, config.store_threshold, config.max_tracker_size)
     except BaseException:
-        tier.close()
+        _close(tiers)
         raise
-    return Stack(core, ram, tiered, [tier], config.disk.stop_flush_s)
+    flush_s = [each.settings.stop_flush_s for each in opened]
+    return Stack(core, ram, tiered, tiers, [each.name for each in opened], flush_s)
+
+
+def _open_tiers(config: Config, pool: npt.NDArray[np.uint8], identity: Identity) -> list[_Opened]:
+    """Those that can be opened, in their order. If one raises, none stays open."""
+    opened: list[_Opened] = []
+    try:
+        for name, settings in zip(tier_names(config.tiers), config.tiers, strict=True):
+            if isinstance(settings, SharedSettings):
+                opened.append(_Opened(name, *_open_shared(settings, pool, identity), settings))
+            elif (disk := open_disk(settings, pool, identity)) is not None:
+                opened.append(_Opened(name, disk, disk.epoch_store, settings))
+    except BaseException:
+        _close([each.tier for each in opened])
+        raise
+    return opened
+
+
+def _open_shared(
+    settings: SharedSettings, pool: npt.NDArray[np.uint8], identity: Identity
+) -> tuple[SharedTier, EpochStore]:
+    """All data-parallel ranks of all engines with this namespace share the blocks: see
+    docs/decisions/shared-tiers-in-the-engine.md."""
+    epochs = SharedEpochs(settings.epoch)
+    tier = SharedTier(settings.config(identity.namespace), settings.make_store(), epochs)
+    tier.attach(pool)
+    if identity.weights_may_change:
+        tier.reset(epochs.advance())
+    return tier, epochs
+
+
+def _close(tiers: list[Tier]) -> None:
+    for tier in tiers:
+        tier.close()
 
 
 def build_breaker(config: Config) -> CircuitBreaker | None:

@@ -16,6 +16,7 @@ from kvtier.manager.breaker import DEFAULT_COOLDOWN_S, DEFAULT_FAILURES, DEFAULT
 from kvtier.manager.hints import DEFAULT_PIN_SHARE
 from kvtier.policy import POLICIES
 from kvtier.runtime.disk import DiskSettings, parse_disk
+from kvtier.runtime.tiers import SharedSettings, TierSettings, parse_tiers
 from kvtier.runtime.values import checked, flag, number, one_of, parse_size, text, whole
 
 DEFAULT_POLICY = "adaptive"
@@ -58,8 +59,20 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file for the engine's traffic as a trace with salted ids: see `kvtier.runtime.recorder`."""
     debug: bool = False
     """Recount the books whenever no transfer is open."""
-    disk: DiskSettings | None = None
-    """A tier on disk behind the RAM."""
+    weights_id: str | None = None
+    """Says which weights these are to the tiers that persist or are shared, instead of a look at their files."""
+    tiers: tuple[TierSettings, ...] = ()
+    """Behind the RAM, the nearest first; at most one of them is a disk."""
+
+    @property
+    def disk(self) -> DiskSettings | None:
+        """The tier on disk, if there is one."""
+        return next((tier for tier in self.tiers if isinstance(tier, DiskSettings)), None)
+
+    @property
+    def shared(self) -> tuple[SharedSettings, ...]:
+        """The shared tiers, in their order."""
+        return tuple(tier for tier in self.tiers if isinstance(tier, SharedSettings))
 
 
 _KEYS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
@@ -92,6 +105,8 @@ _KEYS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "record_trace": ("record_trace", text),
     "debug": ("debug", flag),
     "disk": ("disk", parse_disk),
+    "tiers": ("tiers", parse_tiers),
+    "weights_id": ("weights_id", text),
 }
 _EXCLUSIVE = (("ram", "cpu_bytes_to_use"), ("policy", "eviction_policy"), ("blocks_per_chunk", "block_size"))
 _NOT_SETTINGS = frozenset({"spec_name", "spec_module_path", "self_describing_kv_events"})
@@ -113,7 +128,24 @@ def parse_config(settings: Mapping[str, Any]) -> Config:
             raise ConfigurationError(f"{one!r} and {other!r} say the same thing; set one of them")
     if "ram_bytes" not in fields:
         raise ConfigurationError("the setting 'ram' is missing; allowed: a size such as \"8GiB\"")
+    _put_disk_among_tiers(fields)
     return Config(**fields)
+
+
+def _put_disk_among_tiers(fields: dict[str, Any]) -> None:
+    """`disk` is a short form of the first entry of `tiers`, and its `weights_id` is the engine's. Changes `fields`."""
+    disk, tiers = fields.pop("disk", None), fields.get("tiers", ())
+    if disk is not None:
+        if any(isinstance(tier, DiskSettings) for tier in tiers):
+            raise ConfigurationError("'disk' and a disk:// URL in 'tiers' say the same thing; set one of them")
+        tiers = fields["tiers"] = (disk, *tiers)
+        if [tier.admission for tier in tiers].count("ram_eviction") > 1:
+            raise ConfigurationError("disk.admission and that of a tier in 'tiers' are 'ram_eviction'; allowed: of one")
+    of_disk = next((tier.weights_id for tier in tiers if isinstance(tier, DiskSettings)), None)
+    if of_disk is not None:
+        if "weights_id" in fields:
+            raise ConfigurationError("'weights_id' and that of the disk say the same thing; set one of them")
+        fields["weights_id"] = of_disk
 
 
 def num_slots_for(config: Config, slot_bytes: int) -> int:

@@ -60,6 +60,8 @@ _KEYS: Checks = {
     "weights_id": ("weights_id", text),
 }
 
+DISK_OPTIONS = frozenset(_KEYS)
+
 
 def parse_disk(value: Any, key: str = "disk") -> DiskSettings:
     """The checked settings in the mapping `value` (not modified). Looks at no folder.

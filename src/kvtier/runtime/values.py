@@ -35,16 +35,18 @@ def parse_size(value: Any, key: str = "size") -> int:
     return int(size)
 
 
-def whole(minimum: int) -> Callable[[Any, str], int]:
-    """A whole number of `minimum` or more, also as text."""
+def whole(minimum: int, maximum: int | None = None) -> Callable[[Any, str], int]:
+    """A whole number of `minimum` or more, and up to `maximum` where there is one; also as text."""
+    allowed = f"of {minimum} or more" if maximum is None else f"from {minimum} to {maximum}"
 
     def check(value: Any, key: str) -> int:
         number = value
-        if isinstance(number, str) and re.fullmatch(r"-?\d+", number):
+        if isinstance(number, str) and re.fullmatch(r"-?\d{1,20}", number):
             number = int(number)
-        if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
-            raise ConfigurationError(f"{key} is {value!r}; allowed: a whole number of {minimum} or more")
-        return number
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if not is_whole or number < minimum or (maximum is not None and number > maximum):
+            raise ConfigurationError(f"{key} is {value!r}; allowed: a whole number {allowed}")
+        return int(number)
 
     return check
 

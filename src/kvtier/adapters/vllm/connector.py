@@ -27,13 +27,19 @@ from kvtier.adapters.vllm.identity import NoIdentityError, identity_fields
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metadata import KVTierConnectorMetadata, KVTierWorkerMetadata
 from kvtier.adapters.vllm.recording import Recording
-from kvtier.adapters.vllm.spec import IDENTITY_KEY, NUM_ENGINES_KEY, ONE_PROCESS_KEY, KVTierOffloadingSpec
+from kvtier.adapters.vllm.spec import (
+    IDENTITY_KEY,
+    NUM_ENGINES_KEY,
+    ONE_PROCESS_KEY,
+    WEIGHTS_CHANGE_KEY,
+    KVTierOffloadingSpec,
+)
 from kvtier.adapters.vllm.worker import PooledWorker
 from kvtier.errors import ConfigurationError
 from kvtier.interfaces import CPULoadStoreSpec, ReqContext
 from kvtier.keys import OffloadKey
 from kvtier.manager import JobTable
-from kvtier.runtime import parse_config
+from kvtier.runtime import Config, parse_config
 
 logger = init_logger(__name__)
 
@@ -58,8 +64,8 @@ class KVTierConnector(OffloadingConnector):
         transfer_config.kv_connector_extra_config[ONE_PROCESS_KEY] = (
             vllm_config.parallel_config.distributed_executor_backend == "uni"
         )
-        if role == KVConnectorRole.SCHEDULER and settings.disk is not None:
-            _tell_identity(vllm_config, kv_cache_config, settings.disk.weights_id)
+        if role == KVConnectorRole.SCHEDULER and settings.tiers:
+            _tell_identity(vllm_config, kv_cache_config, settings)
         # the scheduler reads this right after: a failed load is recomputed, not an error of the request
         transfer_config.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config, role, kv_cache_config)
@@ -307,17 +313,20 @@ class KVTierConnector(OffloadingConnector):
             self._worker.attach(metadata.pool)
 
 
-def _tell_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_id: str | None) -> None:
-    """What the spec cannot see: whose blocks a disk would hold. Where nobody could tell, there is no disk tier."""
+def _tell_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Config) -> None:
+    """What the spec cannot see: whose blocks tiers below RAM would hold. Where nobody could tell, there are none."""
     extra_config, parallel = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.parallel_config
+    wanted = ["disk tier"] * bool(settings.disk) + ["shared tiers"] * bool(settings.shared)
+    without = f"no {' and no '.join(wanted)}, blocks stay in RAM only"
     try:
-        extra_config[IDENTITY_KEY] = identity_fields(vllm_config, kv_cache_config, weights_id)
+        extra_config[IDENTITY_KEY] = identity_fields(vllm_config, kv_cache_config, settings.weights_id)
     except NoIdentityError as reason:
-        logger.warning("kvtier: no disk tier, blocks stay in RAM only: %s", reason)
+        logger.warning("kvtier: %s: %s", without, reason)
         extra_config[IDENTITY_KEY] = None
     except Exception as error:  # a model with settings of its own kind is no reason not to start
-        logger.error("kvtier: no disk tier, blocks stay in RAM only: this model's identity cannot be told: %r", error)
+        logger.error("kvtier: %s: this model's identity cannot be told: %r", without, error)
         extra_config[IDENTITY_KEY] = None
+    extra_config[WEIGHTS_CHANGE_KEY] = vllm_config.weight_transfer_config is not None
     # of independent engines vLLM forgets the number, but for this field
     extra_config[NUM_ENGINES_KEY] = max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size)
 

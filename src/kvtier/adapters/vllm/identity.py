@@ -76,7 +76,7 @@ def weights_of(vllm_config: VllmConfig, find_snapshot: Callable[..., str] | None
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in READS_MODEL_FOLDER:
-        raise NoIdentityError(f"load_format {load.load_format!r} takes the weights from elsewhere; set disk.weights_id")
+        raise NoIdentityError(f"load_format {load.load_format!r} takes the weights from elsewhere; set weights_id")
     try:
         folder = Path(model.model)
         if not folder.is_dir():
@@ -90,9 +90,9 @@ def weights_of(vllm_config: VllmConfig, find_snapshot: Callable[..., str] | None
             folder = Path(found)
         digest = weights_identity(folder)
     except Exception as error:  # what a hub may raise is not ours to know
-        raise NoIdentityError(f"the weights of {model.model} cannot be read ({error}); set disk.weights_id") from error
+        raise NoIdentityError(f"the weights of {model.model} cannot be read ({error}); set weights_id") from error
     if digest is None:
-        raise NoIdentityError(f"there are no weight files in {folder}; set disk.weights_id")
+        raise NoIdentityError(f"there are no weight files in {folder}; set weights_id")
     return digest
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.logger import init_logger
@@ -20,13 +20,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.base import ReqContext as VLLMReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.adapters.vllm.metrics import MetricsReporter, disk_figures
+from kvtier.adapters.vllm.metrics import TIER_IS_OFF, MetricsReporter, tier_figures
 from kvtier.clock import Clock
 from kvtier.events import OffloadingEvent as KVTierEvent
 from kvtier.interfaces import BreakerState, CPULoadStoreSpec, ReqContext, Residency
 from kvtier.keys import OffloadKey
 from kvtier.manager import CircuitBreaker, PrefillRate
 from kvtier.runtime import Stack
+from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ram import PoolHandle, RamPool
 
 logger = init_logger(__name__)
@@ -47,10 +48,11 @@ class VLLMManager(OffloadingManager):
         stack: Stack,
         pool: RamPool,
         has_reuse_filter: bool,
-        has_disk: bool,
+        tier_names: Sequence[str] = (),
         clock: Clock = time.monotonic,
     ) -> None:
-        """`has_disk`: the user wants one. Whether there is one, `stack` says. Both are this object's to end."""
+        """`tier_names`: of the tiers below RAM that the user wants. Which of them there are, `stack` says. `stack` and
+        `pool` are this object's to end."""
         self.core = stack.core
         self.stack = stack
         self.pool = pool
@@ -58,8 +60,8 @@ class VLLMManager(OffloadingManager):
         self.given_up: set[str] = set()
         """Requests whose load could not be prepared: asking again would find the same and fail again."""
         self._clock = clock
-        self._reporter = MetricsReporter(has_reuse_filter, has_disk)
-        self._has_disk = has_disk
+        self._reporter = MetricsReporter(has_reuse_filter, bool(tier_names))
+        self._wanted_tiers = tier_names
         self._logged_errors: set[str] = set()
         self._breakers = stack.breakers
         self._breaker_states = {name: BreakerState.CLOSED for name, _ in self._breakers}
@@ -157,8 +159,10 @@ class VLLMManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: VLLMReqContext) -> CacheHitSource:
         tiered = self.stack.tiered
-        if tiered is not None and tiered.brought_up(key, self.context_of(req_context)) is not None:
-            return CacheHitSource.DISK
+        medium = tiered.brought_up(key, self.context_of(req_context)) if tiered is not None else None
+        if medium is not None:
+            is_disk = medium == DiskTier.medium
+            return CacheHitSource.DISK if is_disk else CacheHitSource.EXTERNAL_UNSPECIFIED
         return CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: VLLMReqContext) -> CPULoadStoreSpec:
@@ -212,13 +216,14 @@ class VLLMManager(OffloadingManager):
         self.core.reset_cache()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        if not self._has_disk:
-            return self._reporter.report(self.core.get_stats(), self.counters)
-        tiered = self.stack.tiered
-        tiers = tiered.tier_stats() if tiered is not None else []
-        breakers = [breaker for _, breaker in tiered.breakers] if tiered is not None else []
-        counters, gauges = disk_figures(tiers, breakers, self.pool.handle.slot_bytes)
-        return self._reporter.report(self.core.get_stats(), {**self.counters, **counters}, gauges)
+        tiered, slot_bytes = self.stack.tiered, self.pool.handle.slot_bytes
+        figures = dict.fromkeys(self._wanted_tiers, TIER_IS_OFF)
+        if tiered is not None:
+            for name, stats, (_, breaker) in zip(
+                self.stack.tier_names, tiered.tier_stats(), tiered.breakers, strict=True
+            ):
+                figures[name] = tier_figures(stats, breaker, slot_bytes)
+        return self._reporter.report(self.core.get_stats(), self.counters, figures)
 
     def shutdown(self) -> None:
         """The workers have stopped. Takes as long as the user lets a stop write what is only in RAM."""
@@ -234,8 +239,8 @@ class VLLMManager(OffloadingManager):
 def _to_vllm(event: KVTierEvent) -> OffloadingEvent:
     if event.medium == CPULoadStoreSpec.medium():
         return OffloadingEvent(event.keys, Medium.CPU, event.removed)
-    medium, locality = Medium.STORAGE, Locality.LOCAL
-    return OffloadingEvent(event.keys, medium, event.removed, locality=locality, ownership=event.medium)
+    locality = Locality.LOCAL if event.medium == DiskTier.medium else Locality.REMOTE
+    return OffloadingEvent(event.keys, Medium.STORAGE, event.removed, locality=locality, ownership=event.medium)
 
 
 def _shallowest_first(keys: list[OffloadKey], req_context: VLLMReqContext) -> list[OffloadKey]:

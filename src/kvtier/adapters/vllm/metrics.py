@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -45,42 +46,47 @@ _GAUGES: dict[str, tuple[str, str]] = {
     "condemned_blocks": ("vllm:kvtier_condemned_blocks", "Slots without a block that a transfer still uses."),
     "breaker_state": ("vllm:kvtier_breaker_state", "RAM tier: 0 used, 1 being tried again, 2 shut off after failures."),
 }
-_DISK_COUNTERS: dict[str, tuple[str, str]] = {
-    "promoted_blocks": ("vllm:kvtier_promoted_blocks", "Blocks brought up from disk into RAM."),
+_TIERED_COUNTERS: dict[str, tuple[str, str]] = {
+    "promoted_blocks": ("vllm:kvtier_promoted_blocks", "Blocks brought up from a lower tier into RAM."),
     "failed_promotion_blocks": ("vllm:kvtier_failed_promotion_blocks", "Blocks that did not arrive in RAM."),
     "declined_promotions": (
         "vllm:kvtier_declined_promotions",
-        "Requests that recomputed since that was cheaper than the disk, or their share of RAM was used up.",
+        "Requests that recomputed since that was cheaper than a lower tier, or their share of RAM was used up.",
     ),
-    "cascaded_blocks": ("vllm:kvtier_cascaded_blocks", "Blocks taken over from RAM by the disk."),
-    "cascade_shed_blocks": ("vllm:kvtier_cascade_shed_blocks", "Blocks that left RAM before the disk could take them."),
-    "disk_stored_bytes": ("vllm:kvtier_disk_stored_bytes", "Bytes written to disk."),
-    "disk_loaded_bytes": ("vllm:kvtier_disk_loaded_bytes", "Bytes read from disk and verified."),
-    "disk_evicted_blocks": ("vllm:kvtier_disk_evicted_blocks", "Blocks evicted from disk to make room."),
-    "disk_shed_blocks": ("vllm:kvtier_disk_shed_blocks", "Times that the busy or full disk refused a block."),
-    "disk_failed_store_blocks": ("vllm:kvtier_disk_failed_store_blocks", "Blocks that could not be written."),
-    "disk_failed_load_blocks": ("vllm:kvtier_disk_failed_load_blocks", "Blocks that could not be read."),
-    "disk_corrupt_blocks": ("vllm:kvtier_disk_corrupt_blocks", "Blocks on disk that failed their check: misses."),
-    "disk_failed_commits": ("vllm:kvtier_disk_failed_commits", "Times that the disk could not make blocks durable."),
-    "disk_breaker_openings": ("vllm:kvtier_disk_breaker_openings", "Times that the disk was left alone for a while."),
+    "cascaded_blocks": ("vllm:kvtier_cascaded_blocks", "Blocks taken over from RAM by a lower tier."),
+    "cascade_shed_blocks": ("vllm:kvtier_cascade_shed_blocks", "Blocks that left RAM before a tier could take them."),
 }
-_DISK_GAUGES: dict[str, tuple[str, str]] = {
-    "disk_in_use": (
-        "vllm:kvtier_disk_in_use",
-        "1 while the disk tier serves; 0: it is off, the log says why.",
+_TIER_COUNTERS: dict[str, tuple[str, str]] = {
+    "stored_bytes": ("vllm:kvtier_tier_stored_bytes", "Bytes of the blocks that the tier has taken."),
+    "loaded_bytes": ("vllm:kvtier_tier_loaded_bytes", "Bytes brought up from the tier and verified."),
+    "evicted_blocks": ("vllm:kvtier_tier_evicted_blocks", "Blocks evicted from the tier to make room."),
+    "shed_blocks": ("vllm:kvtier_tier_shed_blocks", "Times that the tier, busy, full or away, refused a block."),
+    "failed_store_blocks": ("vllm:kvtier_tier_failed_store_blocks", "Blocks that could not be stored in the tier."),
+    "failed_load_blocks": ("vllm:kvtier_tier_failed_load_blocks", "Blocks that could not be loaded from the tier."),
+    "corrupt_blocks": ("vllm:kvtier_tier_corrupt_blocks", "Blocks of the tier that failed their check: misses."),
+    "failed_commits": ("vllm:kvtier_tier_failed_commits", "Times that the tier could not make blocks durable."),
+    "connection_losses": ("vllm:kvtier_tier_connection_losses", "Times that the tier's store could not be used."),
+    "shed_lookups": ("vllm:kvtier_tier_shed_lookups", "Look-ups that were misses since too many were on their way."),
+    "breaker_openings": ("vllm:kvtier_tier_breaker_openings", "Times that the tier was left alone for a while."),
+}
+"""By the label `medium`."""
+_TIER_GAUGES: dict[str, tuple[str, str]] = {
+    "in_use": ("vllm:kvtier_tier_in_use", "1 while the tier serves; 0: it is off, or away, the log says why."),
+    "capacity_bytes": ("vllm:kvtier_tier_capacity_bytes", "What the tier may take; 0: its store bounds itself."),
+    "ready_blocks": (
+        "vllm:kvtier_tier_ready_blocks",
+        "Blocks that can be loaded from the tier now; of a shared one, those that this engine has heard of lately.",
     ),
-    "disk_capacity_bytes": ("vllm:kvtier_disk_capacity_bytes", "What the disk tier may take."),
-    "disk_ready_blocks": ("vllm:kvtier_disk_ready_blocks", "Blocks on disk that can be loaded now."),
-    "disk_breaker_state": ("vllm:kvtier_disk_breaker_state", "As the RAM tier's, for the disk."),
+    "breaker_state": ("vllm:kvtier_tier_breaker_state", "As the RAM tier's."),
 }
+"""By the label `medium`."""
+_LABELS = ("medium",)
 _BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _STORES_SKIPPED = "filtered_blocks"
 
 
-def metric_definitions(has_reuse_filter: bool, has_disk: bool) -> dict[str, OffloadingMetricMetadata]:
-    """Every metric that `MetricsReporter` may report, as vLLM wants them declared."""
-    counters = {**_COUNTERS, **(_DISK_COUNTERS if has_disk else {})}
-    gauges = {**_GAUGES, **(_DISK_GAUGES if has_disk else {})}
+def metric_definitions(has_reuse_filter: bool, has_tiers: bool) -> dict[str, OffloadingMetricMetadata]:
+    """Every metric that `MetricsReporter` may report, as vLLM wants them declared. `has_tiers`: below RAM."""
     definitions: dict[str, OffloadingMetricMetadata] = {
         CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: OffloadingGaugeMetadata(
             "Fraction of the RAM pool in use by transfers (0.0 = idle, 1.0 = saturated)."
@@ -96,8 +102,12 @@ def metric_definitions(has_reuse_filter: bool, has_disk: bool) -> dict[str, Offl
             buckets=(1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144),
         ),
     }
+    counters = {**_COUNTERS, **(_TIERED_COUNTERS if has_tiers else {})}
     definitions.update({name: OffloadingCounterMetadata(text) for name, text in counters.values()})
-    definitions.update({name: OffloadingGaugeMetadata(text) for name, text in gauges.values()})
+    definitions.update({name: OffloadingGaugeMetadata(text) for name, text in _GAUGES.values()})
+    if has_tiers:
+        definitions.update({name: OffloadingCounterMetadata(text, _LABELS) for name, text in _TIER_COUNTERS.values()})
+        definitions.update({name: OffloadingGaugeMetadata(text, _LABELS) for name, text in _TIER_GAUGES.values()})
     if has_reuse_filter:
         definitions[CPUOffloadingMetrics.STORES_SKIPPED] = OffloadingCounterMetadata(
             "Stores skipped because the reuse threshold was not reached."
@@ -105,38 +115,71 @@ def metric_definitions(has_reuse_filter: bool, has_disk: bool) -> dict[str, Offl
     return definitions
 
 
+@dataclass(frozen=True, slots=True)
+class TierFigures:
+    """Of one tier below RAM, by what `_TIER_COUNTERS` and `_TIER_GAUGES` call them."""
+
+    counters: Mapping[str, int]
+    gauges: Mapping[str, int]
+
+
+TIER_IS_OFF = TierFigures({}, {"in_use": 0})
+"""A tier that is wanted, and is not there."""
+
+
+def tier_figures(stats: TierStats, breaker: CircuitBreaker, slot_bytes: int) -> TierFigures:
+    """Of a tier that was opened."""
+    counters = dict(stats.counters)
+    for kind in ("stored", "loaded"):
+        counters[f"{kind}_bytes"] = counters.get(f"{kind}_blocks", 0) * slot_bytes
+    counters["breaker_openings"] = breaker.num_openings
+    gauges = {
+        "in_use": int(not (stats.closed_reason or stats.down_reason)),
+        "capacity_bytes": stats.capacity_bytes,
+        "ready_blocks": stats.ready_blocks,
+        "breaker_state": _BREAKER_VALUES[breaker.state],
+    }
+    return TierFigures({name: counters[name] for name in _TIER_COUNTERS if name in counters}, gauges)
+
+
 class MetricsReporter:
     """Turns a manager's stats into vLLM's: counters as increments, and nothing at all while nothing changes."""
 
-    def __init__(self, has_reuse_filter: bool, has_disk: bool) -> None:
-        counters = {**_COUNTERS, **(_DISK_COUNTERS if has_disk else {})}
+    def __init__(self, has_reuse_filter: bool, has_tiers: bool) -> None:
+        counters = {**_COUNTERS, **(_TIERED_COUNTERS if has_tiers else {})}
         self._counters = {key: name for key, (name, _) in counters.items()}
         if has_reuse_filter:
             self._counters[_STORES_SKIPPED] = CPUOffloadingMetrics.STORES_SKIPPED
-        self._reported: dict[str, int] = {}
+        self._reported: dict[tuple[str, tuple[str, ...]], int] = {}
+        """By metric and labels."""
         self._last: tuple[Any, ...] | None = None
         self.store_sizes: list[int] = []
         """Blocks of each store since the last report."""
 
     def report(
-        self, stats: ManagerStats, extra_counters: dict[str, int], disk_gauges: Mapping[str, int] = MappingProxyType({})
+        self,
+        stats: ManagerStats,
+        extra_counters: Mapping[str, int],
+        tiers: Mapping[str, TierFigures] = MappingProxyType({}),
     ) -> OffloadingConnectorStats | None:
-        """What has changed since the last call, or None. `extra_counters` are the adapter's own and the disk's."""
+        """What has changed since the last call, or None. `extra_counters` are the adapter's own, `tiers` those below
+        RAM by name."""
         counters = {**stats.counters, **extra_counters}
         gauges = {name: _gauge(stats, key) for key, (name, _) in _GAUGES.items()}
-        gauges.update({_DISK_GAUGES[key][0]: value for key, value in disk_gauges.items()})
-        seen = (gauges, counters)
+        seen = (gauges, counters, dict(tiers))
         if seen == self._last:
             return None
         self._last = seen
         report = OffloadingConnectorStats()
         for key, name in self._counters.items():
-            increase = counters.get(key, 0) - self._reported.get(key, 0)
-            if increase or self._reported.get(key) is None:
-                report.increase_counter(name, increase)
-                self._reported[key] = counters.get(key, 0)
+            self._count(report, name, (), counters.get(key, 0))
         for name, value in gauges.items():
             report.set_gauge(name, value)
+        for medium, figures in tiers.items():
+            for key, count in figures.counters.items():
+                self._count(report, _TIER_COUNTERS[key][0], (medium,), count)
+            for key, value in figures.gauges.items():
+                report.set_gauge(_TIER_GAUGES[key][0], value, (medium,))
         for size in self.store_sizes:
             report.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
         self.store_sizes.clear()
@@ -147,25 +190,12 @@ class MetricsReporter:
         report.set_gauge(CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, reading)
         return report
 
-
-def disk_figures(
-    tiers: Sequence[TierStats], breakers: Sequence[CircuitBreaker], slot_bytes: int
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Counters and gauges of the tier below RAM. Without one it is off, and nothing is counted."""
-    if not tiers:
-        return {}, {"disk_in_use": 0}
-    (tier,), (breaker,) = tiers, breakers
-    counters = {f"disk_{name}": count for name, count in tier.counters.items()}
-    for kind in ("stored", "loaded"):
-        counters[f"disk_{kind}_bytes"] = counters.get(f"disk_{kind}_blocks", 0) * slot_bytes
-    counters["disk_breaker_openings"] = breaker.num_openings
-    gauges = {
-        "disk_in_use": int(not tier.closed_reason),
-        "disk_capacity_bytes": tier.capacity_bytes,
-        "disk_ready_blocks": tier.ready_blocks,
-        "disk_breaker_state": _BREAKER_VALUES[breaker.state],
-    }
-    return counters, gauges
+    def _count(self, report: OffloadingConnectorStats, name: str, labels: tuple[str, ...], count: int) -> None:
+        """Reports the increase, the first time also none: a counter that nobody has seen cannot be watched."""
+        before = self._reported.get((name, labels))
+        if before is None or count != before:
+            report.increase_counter(name, count - (before or 0), labels)
+            self._reported[name, labels] = count
 
 
 def _gauge(stats: ManagerStats, key: str) -> int:

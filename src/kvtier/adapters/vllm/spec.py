@@ -18,8 +18,9 @@ from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metrics import metric_definitions
 from kvtier.adapters.vllm.worker import CPUPlatformWorker, PooledWorker
 from kvtier.errors import ConfigurationError, KVTierError
-from kvtier.runtime import Identity, build_stack, check_folders, num_slots_for, parse_config
+from kvtier.runtime import Identity, build_stack, check_tiers, num_slots_for, parse_config
 from kvtier.runtime.identity import namespace_of
+from kvtier.runtime.tiers import tier_names
 from kvtier.tiers.memory_limits import check_pool_dir
 from kvtier.tiers.ram import RamPool, check_pool_size
 from kvtier.transfers.layout import SLOT_ALIGNMENT_BYTES
@@ -29,9 +30,11 @@ logger = init_logger(__name__)
 ONE_PROCESS_KEY = "kvtier.one_process"
 """Set by the connector: scheduler and worker share a process, so nobody else has to see the pool."""
 IDENTITY_KEY = "kvtier.identity"
-"""Set by the connector in the scheduler: the fields of the namespace of persisted tiers."""
+"""Set by the connector in the scheduler: the fields of the namespace of persisted and shared tiers."""
 NUM_ENGINES_KEY = "kvtier.num_engines"
 """Set with it: how many data-parallel engines there are."""
+WEIGHTS_CHANGE_KEY = "kvtier.weights_may_change"
+"""Set with it: this engine is made to be given other weights while it runs."""
 
 
 class KVTierOffloadingSpec(OffloadingSpec):
@@ -40,14 +43,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         settings = parse_config(extra_config)
-        return metric_definitions(settings.store_threshold > 1, settings.disk is not None)
+        return metric_definitions(settings.store_threshold > 1, bool(settings.tiers))
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.settings = parse_config(config.extra_config)
         _refuse_unsupported(config)
-        if self.settings.disk is not None:
-            check_folders(self.settings.disk)
+        check_tiers(self.settings.tiers)
         self.offload_prompt_only = self.settings.offload_prompt_only
         chunk_bytes = config.worker_kv_bytes_per_block * config.parallel.world_size * self.blocks_per_chunk
         self.slot_bytes = -(-chunk_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
@@ -68,19 +70,19 @@ class KVTierOffloadingSpec(OffloadingSpec):
             except BaseException:
                 pool.close()
                 raise
-            has_reuse_filter, has_disk = settings.store_threshold > 1, settings.disk is not None
-            self._manager = VLLMManager(stack, pool, has_reuse_filter, has_disk)
+            self._manager = VLLMManager(stack, pool, settings.store_threshold > 1, tier_names(settings.tiers))
         return self._manager
 
     def _identity(self) -> Identity | None:
-        """Whose blocks these are; None where persisted tiers are not wanted, or nobody could tell."""
+        """Whose blocks these are; None where no tier below RAM is wanted, or nobody could tell."""
         fields = self.extra_config.get(IDENTITY_KEY)
         if not fields:
             return None
         parallel = self.config.parallel
         namespace = namespace_of({**fields, "blocks_per_chunk": self.blocks_per_chunk, "slot_bytes": self.slot_bytes})
         num_ranks = max(int(self.extra_config[NUM_ENGINES_KEY]), parallel.data_parallel_index + 1)
-        return Identity(namespace, self.config.model.name, parallel.data_parallel_index, num_ranks)
+        may_change = bool(self.extra_config.get(WEIGHTS_CHANGE_KEY))
+        return Identity(namespace, self.config.model.name, parallel.data_parallel_index, num_ranks, may_change)
 
     def _create_pool(self) -> RamPool:
         pool_dir = self.settings.pool_dir

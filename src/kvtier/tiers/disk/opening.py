@@ -79,18 +79,24 @@ def open_cache(
 
 
 def _restore(volumes: Sequence[Volume], num_places: int, epoch: int) -> OpenedCache:
-    def column(name: str) -> npt.NDArray[Any]:
-        # one field at a time: 100,000 whole records are 13 MB
-        return np.concatenate([volume.table.records[name][volume.places] for volume in volumes])
-
-    use_order = column("use_order")
+    use_order = np.concatenate([volume.table.records["use_order"][volume.places] for volume in volumes])
     if not len(use_order):
         return OpenedCache(volumes, num_places, epoch, {}, (), 1, 1)
-    order = np.argsort(use_order, kind="stable")
+    order = np.argsort(use_order)
+
+    def column(name: str) -> npt.NDArray[Any]:
+        # one field at a time: 100,000 whole records are 13 MB
+        fields: npt.NDArray[Any]
+        if len(volumes) == 1:
+            fields = volumes[0].table.records[name][volumes[0].places[order]]
+        else:
+            fields = np.concatenate([volume.table.records[name][volume.places] for volume in volumes])[order]
+        return fields
+
     places = np.concatenate([volume.places * len(volumes) + i for i, volume in enumerate(volumes)])
-    keys, place_list = record_keys(column("key")[order], column("key_bytes")[order]), places[order].tolist()
-    # a key twice was stored again before the record of the first was blank: the later place holds, the other is free
+    keys, place_list = record_keys(column("key"), column("key_bytes")), places[order].tolist()
+    # a key twice was stored again before the record of the first was blank: one of them holds, the other is free
     blocks = dict(zip(keys, place_list, strict=True))
-    reused = dict.fromkeys(map(keys.__getitem__, np.flatnonzero(column("num_uses")[order]).tolist()))
+    reused = dict.fromkeys(map(keys.__getitem__, np.flatnonzero(column("num_uses")).tolist()))
     first_generation, first_order = int(column("generation").max()) + 1, int(use_order.max()) + 1
     return OpenedCache(volumes, num_places, epoch, blocks, list(reused), first_generation, first_order)

@@ -286,6 +286,7 @@ class SharedTier(Tier):
             storing_blocks=self._num_in_flight[True],
             loading_blocks=self._num_in_flight[False],
             closed_reason=self._closed_reason,
+            down_reason=self._down_reason,
             counters={
                 **dict.fromkeys(("stored_blocks", "loaded_blocks", "evicted_blocks", "shed_blocks"), 0),
                 **dict.fromkeys(("failed_store_blocks", "failed_load_blocks", "corrupt_blocks"), 0),

@@ -137,3 +137,4 @@ _KIND = UrlKind(
     },
 )
 assert {field for field, _ in _KIND.options.values()} <= {field.name for field in fields(ValkeyConfig)}
+VALKEY_OPTIONS = frozenset(_KIND.options)

@@ -1,0 +1,248 @@
+"""Shared tiers behind the RAM in the real vLLM: what one engine has computed, another one loads, whatever becomes of
+the store meanwhile. Against real stores: a new kind is one entry of `STORES`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from driven_process import DrivenProcess, wait_until
+from vllm_harness import BLOCK, PATIENCE_S, Engine, Prompts
+
+from valkey_harness import ValkeyServer
+
+BLOCK_BYTES = 3 * 2 * 2 * 32 * 4 * BLOCK  # of the dense model: layers, K and V, heads, head size, float32
+IN_BLOCKS = 6
+LENGTH = IN_BLOCKS * BLOCK + 10
+SEEN_WITHIN_S = 2.0
+"""What one engine has stored is found by others that ask so much later, with `absent_s` as it is by default."""
+
+new_prompt = Prompts(seed=21)
+
+
+class SharedStore(Protocol):
+    """A store of this test's own, empty at first."""
+
+    name: str
+    """In metrics."""
+    url: str
+
+    def num_blocks(self) -> int: ...
+
+    def kill(self) -> None:
+        """kill -9."""
+
+    def start(self) -> None:
+        """Again, at the same place; it may have lost everything."""
+
+    def stop(self) -> None:
+        """For good."""
+
+
+class Valkey:
+    name = "valkey"
+
+    def __init__(self, folder: Path) -> None:
+        self._server = ValkeyServer()
+        self.url = f"valkey://127.0.0.1:{self._server.port}?ttl=1h"
+        self.kill, self.start, self.stop = self._server.kill, self._server.start, self._server.stop
+
+    def num_blocks(self) -> int:
+        with self._server.client() as client:
+            return len(client.keys("kvtier:*"))
+
+
+STORES: dict[str, Callable[[Path], SharedStore]] = {"valkey": Valkey}
+
+
+@pytest.fixture(scope="module", params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStore]:
+    store = STORES[request.param](tmp_path_factory.mktemp(request.param))
+    yield store
+    store.stop()
+
+
+def settings_of(store: SharedStore) -> dict[str, Any]:
+    """A tiny model computes faster than any store answers: what waiting costs is not compared."""
+    return {"ram": 64 * BLOCK_BYTES, "deadline_s": 60, "prefill_tokens_per_s": 0, "tiers": [store.url]}
+
+
+class FirstEngine:
+    """An engine in this process, where there can be one at a time."""
+
+    def __init__(self, shelf: Any, model: Path, settings: dict[str, Any]) -> None:
+        self._shelf = shelf
+        self._made_of = model, settings
+
+    def start(self) -> Engine:
+        """With everything empty but the store."""
+        self._shelf.discard()
+        model, settings = self._made_of
+        return self._shelf.get(model, settings=settings)
+
+    def stop(self) -> None:
+        """In good order: what had no turn yet goes down."""
+        if self._shelf.engine is not None:
+            self._shelf.engine.check_nothing_leaked()
+            self._shelf.discard()
+
+
+@pytest.fixture
+def first(_shelf: Any, dense: Path, store: SharedStore) -> Iterator[FirstEngine]:
+    yield (engine := FirstEngine(_shelf, dense, settings_of(store)))
+    engine.stop()
+
+
+class OtherEngine:
+    """An engine in a process of its own."""
+
+    def __init__(self, model: Path, store: SharedStore, log: Path) -> None:
+        self._process = DrivenProcess(model, log, num_blocks=40, settings=settings_of(store), core=1)
+        self._process.wait_until_ready()
+        self._num_asks = 0
+        self._name = store.name
+
+    def send(self, prompt: list[int], params: dict[str, Any] | None = None) -> str:
+        self._num_asks += 1
+        self._process.send("ask", f"ask-{self._num_asks}", prompt, 4, None, params)
+        return f"ask-{self._num_asks}"
+
+    def answers(self, count: int) -> dict[str, tuple[list[int], int]]:
+        """Of the next so many requests that end: tokens, and how many blocks were not computed."""
+        answers: dict[str, tuple[list[int], int]] = {}
+        while len(answers) < count:
+            name, tokens, num_cached, finished = self._process.expect("tokens")
+            if finished:
+                answers[name] = tokens, num_cached // BLOCK
+        return answers
+
+    def ask(self, prompt: list[int], params: dict[str, Any] | None = None) -> tuple[list[int], int]:
+        asked = self.send(prompt, params)
+        return self.answers(1)[asked]
+
+    def forget(self) -> None:
+        """Its own cache; kvtier's RAM stays."""
+        self._process.send("forget")
+        assert self._process.expect("forget") == [True]
+
+    def counter(self, name: str) -> int:
+        self._process.send("tiers")
+        return self._process.expect("tiers")[0][self._name].get(name, 0)
+
+    def discard(self) -> None:
+        self._process.discard()
+
+
+@pytest.fixture(scope="module")
+def start_other(
+    dense: Path, store: SharedStore, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], OtherEngine]]:
+    """`start_other()`: the other engine, whose process begins with the first call and lives as long as the store."""
+    started: list[OtherEngine] = []
+
+    def start() -> OtherEngine:
+        if not started:
+            started.append(OtherEngine(dense, store, tmp_path_factory.mktemp("other") / "log"))
+        return started[0]
+
+    yield start
+    for engine in started:
+        engine.discard()
+
+
+@pytest.fixture
+def expected(dense: Path, plain: Any) -> Callable[..., list[list[int]]]:
+    """Plain vLLM's answers."""
+    return plain(dense).answers
+
+
+def test_a_fresh_process_finds_what_an_engine_that_has_stopped_computed(expected, store, first, start_other):
+    prompts = [new_prompt(LENGTH) for _ in range(10)]
+    prompts += [prompts[0][: 3 * BLOCK] + new_prompt(LENGTH - 3 * BLOCK) for _ in range(2)]
+    engine = first.start()
+    assert [engine.ask(prompt).tokens for prompt in prompts] == expected(prompts)
+    first.stop()
+    num_blocks = 10 * IN_BLOCKS + 2 * (IN_BLOCKS - 3)
+    assert store.num_blocks() == num_blocks
+
+    other = start_other()
+    found = [other.ask(prompt) for prompt in prompts]
+    assert [tokens for tokens, _ in found] == expected(prompts)
+    assert [num_cached for _, num_cached in found] == [IN_BLOCKS] * len(prompts)
+    assert other.counter("loaded_blocks") == num_blocks
+    assert other.counter("stored_blocks") == 0
+
+
+def test_two_engines_at_once_find_each_others_blocks(expected, store, first, start_other):
+    one, two = first.start(), start_other()
+    mine, theirs = new_prompt(LENGTH), new_prompt(LENGTH)
+    (right,), (right_too,) = expected([mine]), expected([theirs])
+    unseen = {"kvtier.no_store": True}  # else the second look would be into its own RAM
+    for _ in range(2):
+        assert two.ask(mine, unseen) == (right, 0)
+        two.forget()
+    assert one.ask(mine).tokens == right
+    stored_s = time.monotonic()
+    while True:
+        asked_s = time.monotonic()
+        tokens, num_found = two.ask(mine, unseen)
+        two.forget()
+        assert tokens == right
+        if num_found == IN_BLOCKS:
+            break
+        assert asked_s - stored_s < SEEN_WITHIN_S
+
+    num_blocks = store.num_blocks()
+    assert two.ask(theirs) == (right_too, 0)
+    wait_until(lambda: store.num_blocks() == num_blocks + IN_BLOCKS, "the other engine has stored it")
+    ask = one.ask(theirs)
+    assert (ask.tokens, ask.num_cached) == (right_too, IN_BLOCKS * BLOCK)
+
+
+def test_a_store_that_is_killed_under_an_engine_costs_hits_and_nothing_else(expected, store, first, start_other):
+    engine, other = first.start(), start_other()
+    known, new = [new_prompt(LENGTH) for _ in range(16)], [new_prompt(LENGTH) for _ in range(4)]
+    right = dict(zip(map(tuple, known + new), expected(known + new), strict=True))
+    for prompt in known:
+        engine.ask(prompt)
+    first.stop()
+
+    loaded = other.counter("loaded_blocks")
+    asked = {other.send(prompt): prompt for prompt in known[:8]}
+    answers = other.answers(1)
+    store.kill()  # the rest is being loaded, or waits for that
+    asked |= {other.send(prompt): prompt for prompt in known[8:] + new}
+    answers |= other.answers(len(asked) - 1)
+    for name, prompt in asked.items():
+        assert answers[name][0] == right[tuple(prompt)], "with a dead store too every answer is right"
+    assert sum(num_found for _, num_found in answers.values()) < IN_BLOCKS * len(known)
+    assert other.counter("loaded_blocks") - loaded <= IN_BLOCKS * 8
+    other.forget()
+    assert other.ask(new[0]) == (right[tuple(new[0])], IN_BLOCKS), "from its RAM"
+
+    store.start()
+    engine = first.start()
+    give_up_at_s = time.monotonic() + PATIENCE_S
+    while True:
+        latest, after_it = new_prompt(LENGTH), new_prompt(LENGTH)
+        assert [other.ask(prompt)[0] for prompt in (latest, after_it)] == expected([latest, after_it])
+        ask = engine.ask(latest)
+        assert ask.tokens == expected([latest])[0]
+        if ask.num_cached == IN_BLOCKS * BLOCK:
+            break
+        assert time.monotonic() < give_up_at_s, "what is stored after the store is back is not found"
+
+
+def test_vllm_hears_where_blocks_are():
+    from vllm.v1.kv_offload.base import Locality, Medium
+
+    from kvtier.adapters.vllm.manager import _to_vllm
+    from kvtier.events import OffloadingEvent
+
+    events = [_to_vllm(OffloadingEvent([b"key"], medium, False)) for medium in ("CPU", "DISK", "VALKEY")]
+    assert [event.medium for event in events] == [Medium.CPU, Medium.STORAGE, Medium.STORAGE]
+    assert [event.locality for event in events] == [None, Locality.LOCAL, Locality.REMOTE]
+    assert [event.ownership for event in events] == [None, "DISK", "VALKEY"]
