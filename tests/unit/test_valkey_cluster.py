@@ -22,6 +22,8 @@ from valkey_cluster_harness import PASSWORD, PASSWORD_VARIABLE, ClusterServers, 
 from valkey_harness import NAMESPACE, ValkeyServer, drive, make_tier_of, wait_until
 
 SLOT_BYTES = 64 << 10
+BIG_BYTES = 16 << 20
+"""More than the sockets of a connection hold."""
 TIMES = ("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s", "queue_timeout_s")
 PATIENT = dict.fromkeys(TIMES, 30.0)
 """Where nothing stalls: this machine may be busy."""
@@ -281,7 +283,7 @@ def test_a_lost_master_costs_its_slots_until_its_replica_takes_over(
 @pytest.mark.slow
 def test_a_master_killed_in_mid_block(cluster: ClusterServers, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the first piece of a block has come, while the rest is more than all sockets hold."""
-    driver = drive(make_tier_of(cluster.config(), {**QUICK, "num_connections": 1}), 4, 24 << 20)
+    driver = drive(make_tier_of(cluster.config(), {**QUICK, "num_connections": 1}), 4, BIG_BYTES)
     candidates = make_keys(40)
     victim, owned = split_by_victim(cluster, candidates)
     keys = [owned[0], *[key for key in candidates if key not in owned][:2]]
@@ -290,7 +292,7 @@ def test_a_master_killed_in_mid_block(cluster: ClusterServers, monkeypatch: pyte
     connection = tier_of(driver)._store.connect(time.monotonic() + 30.0)
 
     def look_up(connection: StoreConnection, keys: list[OffloadKey]) -> list[bool]:
-        return connection.lookup(Identity(NAMESPACE, 0), keys, 24 << 20, time.monotonic() + 30.0)
+        return connection.lookup(Identity(NAMESPACE, 0), keys, BIG_BYTES, time.monotonic() + 30.0)
 
     assert all(look_up(connection, keys))
     received: list[int] = []
@@ -308,7 +310,7 @@ def test_a_master_killed_in_mid_block(cluster: ClusterServers, monkeypatch: pyte
     original = RespStream.read_into
     monkeypatch.setattr(RespStream, "read_into", read_into)
     assert check_loads(driver, keys) == [False, True, True]
-    assert 2 * (24 << 20) < sum(received) < 3 * (24 << 20), "it was no partial block"
+    assert 2 * BIG_BYTES < sum(received) < 3 * BIG_BYTES, "it was no partial block"
     monkeypatch.undo()
     monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
     wait_for(lambda: all(look_up(connection, keys)), "who asks for all of them at once never hears of the new master")

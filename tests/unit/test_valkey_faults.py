@@ -169,13 +169,21 @@ def test_frozen_is_down_until_it_thaws(server: ValkeyServer) -> None:
 
 
 @pytest.mark.slow
-def test_closes_while_the_server_is_frozen(server: ValkeyServer) -> None:
-    driver = drive(make_tier(server.port, {**PATIENT, "transfer_timeout_s": 1000.0}), 32, SLOT_BYTES)
-    keys = make_keys(24)
+@pytest.mark.parametrize("is_connected", [True, False], ids=["loading", "connecting"])
+def test_closes_while_the_server_is_frozen(server: ValkeyServer, is_connected: bool) -> None:
+    settings = {**PATIENT, "transfer_timeout_s": 1000.0, "num_connections": 1, "connect_timeout_s": 1.0}
+    driver = drive(make_tier(server.port, settings), 32, SLOT_BYTES)
+    keys = make_keys(20)
     driver.store(keys)
+    if not is_connected:
+        tier_of(driver)._threads._lines[0].close()
     server.freeze()
     driver.submit_load(keys)
-    assert driver.tier.close(), "nothing may keep the pool mapped: what runs is broken off"
+    wait_until(driver, lambda: len(tier_of(driver)._threads._loads) < 20, "nothing has begun")
+    if is_connected:
+        assert driver.tier.close(), "nothing may keep the pool mapped: what runs is broken off"
+    else:
+        driver.close()
     driver.finish_all()
     assert not driver.tier.get_stats().loading_blocks
     server.thaw()

@@ -72,8 +72,8 @@ class StoreThreads:
         self._said_s = -float("inf")
         self._num_connects = 0
         self._num_connection_losses = 0
-        self._asking_line = Line(store, self._stopping)
-        self._lines = [Line(store, self._stopping) for _ in range(limits.num_connections)]
+        self._asking_line = Line(store, self._stopping, limits.connect_timeout_s)
+        self._lines = [Line(store, self._stopping, limits.connect_timeout_s) for _ in range(limits.num_connections)]
         self._threads: list[threading.Thread] = []
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class StoreThreads:
 
     def _reconnect(self) -> None:
         """On the thread that asks, or before there is one."""
-        failure = self._asking_line.connect(self._limits.connect_timeout_s)
+        failure = self._asking_line.connect()
         if failure:
             self._note_loss(failure.reason)
             return

@@ -41,7 +41,8 @@ class ValkeyCluster:
 
     def connect(self, deadline_s: float, first: tuple[Address, ValkeyConnection] | None = None) -> ClusterConnection:
         """`first` is a connection to one of the nodes, where the caller has one; it belongs to the new one then."""
-        connection = ClusterConnection(self._config, self._map, dict([first] if first else []))
+        connect_s = deadline_s - time.monotonic()
+        connection = ClusterConnection(self._config, self._map, dict([first] if first else []), connect_s)
         try:
             connection.ping(deadline_s)
         except BaseException:
@@ -51,12 +52,20 @@ class ValkeyCluster:
 
 
 class ClusterConnection:
-    """A `StoreConnection`. `nodes`, connections to some of the nodes, belong to it."""
+    """A `StoreConnection`. `nodes`, connections to some of the nodes, belong to it. Connecting to a node takes
+    `connect_s` at most."""
 
-    def __init__(self, config: ValkeyConfig, cluster_map: ClusterMap, nodes: dict[Address, ValkeyConnection]) -> None:
+    def __init__(
+        self,
+        config: ValkeyConfig,
+        cluster_map: ClusterMap,
+        nodes: dict[Address, ValkeyConnection],
+        connect_s: float,
+    ) -> None:
         self._config = config
         self._map = cluster_map
         self._nodes = nodes
+        self._connect_s = connect_s
         self._version = 0
         self._is_aborted = False
 
@@ -213,6 +222,7 @@ class ClusterConnection:
 
     def _connect(self, address: Address, deadline_s: float) -> ValkeyConnection:
         self._raise_if_aborted()
+        deadline_s = min(deadline_s, time.monotonic() + self._connect_s)
         self._nodes[address] = node = connect_node(self._config, address, deadline_s)
         self._raise_if_aborted()  # after `abort` can see it
         if not node.is_clustered:
