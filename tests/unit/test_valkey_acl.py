@@ -160,3 +160,22 @@ def test_no_rights_on_the_prefix_is_said_once(
         assert any("there again" in record.getMessage() for record in caplog.records)
         check_nothing_shown(driver, caplog)
         driver.close()
+
+
+@pytest.mark.slow
+def test_the_rights_that_a_cluster_takes(password_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    node = ValkeyServer(*USER, password="of-the-administrator", is_node=True)
+    with node.client() as client:
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        driver = open_driver(node, password_file)
+        assert "NOPERM" in tier_of(driver).down_reason
+        assert driver.ready(make_keys(2)) == []
+        assert len(warnings_in(caplog)) == 1
+        assert "who has which slot" in warnings_in(caplog)[0]
+        client.execute_command("ACL", "SETUSER", "engine", "+cluster|slots")
+        keys = make_keys(4)
+        wait_until(driver, lambda: driver.store(keys) and driver.ready(keys) == keys, "it does not try again")
+        check_works(driver, "a")
+        check_nothing_shown(driver, caplog)
+        driver.close()
+    node.stop()
