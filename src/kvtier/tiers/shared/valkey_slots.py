@@ -34,9 +34,15 @@ def slots_of(prefix: bytes, keys: Sequence[OffloadKey]) -> list[int]:
     if closing > opening + 1:  # a hash tag: what stands in it decides alone
         return [crc_hqx(prefix[opening + 1 : closing], 0) % NUM_SLOTS] * len(keys)
     so_far = crc_hqx(prefix, 0)
-    if closing > 0 or (opening < 0 and b"".join(keys).find(b"{") < 0):
+    if closing > 0:  # an empty one, which is none
         return [crc_hqx(key, so_far) % NUM_SLOTS for key in keys]
-    return [_slot_of(prefix + key) for key in keys]  # a key is any bytes, and may have or end a hash tag
+    return [
+        # a key is any bytes, and may have a hash tag, or end one
+        crc_hqx(key, so_far) % NUM_SLOTS
+        if opening < 0 and ((at := key.find(b"{")) < 0 or key.find(b"}", at) < 0)
+        else _slot_of(prefix + key)
+        for key in keys
+    ]
 
 
 def _slot_of(name: bytes) -> int:
