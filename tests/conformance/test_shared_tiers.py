@@ -73,8 +73,10 @@ class TestValkeyClusterTier(UnboundedTierConformance):
         cluster.flush()
 
     def make_tier(self, capacity_blocks: int) -> Tier:
+        # a busy machine's answers take their time
+        config = SharedConfig(NAMESPACE, lookup_timeout_s=10.0, transfer_timeout_s=10.0)
         store = ValkeyStore(self.cluster.config(prefix=self.prefix))
-        return SharedTier(SharedConfig(NAMESPACE), store, self.epochs, make_salt=lambda: bytes(8))
+        return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
 
     def advance_epoch(self) -> int:
         return self.epochs.advance()

@@ -25,7 +25,7 @@ from kvtier.tiers.shared.valkey_node import (
     touching,
     without,
 )
-from kvtier.tiers.shared.valkey_slots import ClusterMap, parse_slots, redirection, slots_of
+from kvtier.tiers.shared.valkey_slots import MIN_PAUSE_S, ClusterMap, parse_slots, redirection, slots_of
 from kvtier.tiers.shared.valkey_turns import Command, Each, Gets, Sets, Turn, Turns
 
 MAX_ROUNDS = 6
@@ -131,7 +131,7 @@ class ClusterConnection:
                     self._read(turn, turns, _share_s(deadline_s, len(current)))
         for turn in turns.take():
             command.give_up(turn.positions, "the nodes of the cluster send it from one to the other")
-        if keys and not turns.has_answer and time.monotonic() < deadline_s:
+        if keys and not turns.has_answer and time.monotonic() < deadline_s - MIN_PAUSE_S:
             self._ask_for_map(deadline_s)  # raises where nobody is left
 
     def _send(self, turn: Turn, turns: Turns, deadline_s: float) -> None:

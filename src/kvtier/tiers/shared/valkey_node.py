@@ -206,7 +206,7 @@ class ValkeyConnection:
 
     def read_each(self, count: int) -> list[bytes]:
         """The lines of the next `count` replies, none of which has a body. Several are the last that were asked for."""
-        return self._stream.read_lines(count) if count > 1 else [self._stream.read_line()]
+        return self._stream.read_lines(count) if count != 1 else [self._stream.read_line()]
 
     def send_gets(self, blocks: Sequence[BlockTransfer]) -> None:
         prefix = self._prefix + blocks[0].identity.path
