@@ -124,7 +124,7 @@ def name_of(key: OffloadKey, prefix: str = "kvtier:") -> bytes:
 
 def ask(node: ValkeyServer, *command: Any) -> Any:
     """What the node itself replies, parsed no further."""
-    connection = redis.Connection(host="127.0.0.1", port=node.port, password=PASSWORD, protocol=2)
+    connection = redis.Connection(host="127.0.0.1", port=node.port, password=node.password, protocol=2)
     try:
         connection.send_command(*command)
         return connection.read_response()

@@ -179,6 +179,29 @@ def test_connections_that_a_node_has_closed_cost_nothing(
     driver.close()
 
 
+@pytest.mark.slow
+def test_slots_without_an_owner_are_misses_until_they_have_one(caplog: pytest.LogCaptureFixture) -> None:
+    """And with them all others, where the cluster is set to refuse everything then, as it is unless told otherwise."""
+    node = ValkeyServer(is_node=True)
+    ask(node, "CLUSTER", "ADDSLOTSRANGE", 0, 8000)
+    driver = drive(make_tier_of(ValkeyConfig("127.0.0.1", node.port), dict(QUICK)), 32, SLOT_BYTES)
+    keys = make_keys(20)
+    assert driver.ready(keys) == []
+    outcome = driver.store(keys)
+    assert outcome is not None
+    assert not any(outcome.succeeded)
+    with node.client() as client:
+        errors = client.info("errorstats")
+        assert errors["errorstat_CLUSTERDOWN"]["count"]
+    assert not tier_of(driver).down_reason
+    ask(node, "CLUSTER", "ADDSLOTSRANGE", 8001, 16383)
+    wait_until(driver, lambda: all(driver.store(keys).succeeded), "new owners are not noticed")
+    assert check_loads(driver, keys) == [True] * 20
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "nobody is away"
+    driver.close()
+    node.stop()
+
+
 # -- slots move ------------------------------------------------------------------------------------------------
 
 
