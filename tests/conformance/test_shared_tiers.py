@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
 from kvtier.testing import UnboundedTierConformance
 from kvtier.tier_interfaces import Tier
 from kvtier.tiers.memory import MemoryEpochStore
-from kvtier.tiers.shared import S3Store, SharedConfig, SharedTier, ValkeyConfig, ValkeyStore
+from kvtier.tiers.shared import (
+    MooncakeConfig,
+    MooncakeStore,
+    S3Store,
+    SharedConfig,
+    SharedTier,
+    ValkeyConfig,
+    ValkeyStore,
+)
+from mooncake_harness import MooncakeMaster, SegmentOwner
 from s3_harness import S3Server, unique_prefix
 from valkey_cluster_harness import PASSWORD, PASSWORD_VARIABLE, ClusterServers
 from valkey_harness import NAMESPACE, ValkeyServer
@@ -113,3 +124,68 @@ class TestS3TierOddSize(TestS3Tier):
 
     slot_bytes = 5003
     num_connections = 1
+
+
+@pytest.fixture(scope="module")
+def mooncake_port() -> Iterator[int]:
+    """Of a master, to which a process of its own lends RAM."""
+    master = MooncakeMaster()
+    owner = SegmentOwner(master)
+    yield master.port
+    owner.kill()
+    master.stop()
+
+
+class TestMooncakeTier(UnboundedTierConformance):
+    durable = True
+    answers_at_once = False
+    num_connections = 4
+
+    @pytest.fixture(autouse=True)
+    def _master(self, mooncake_port: int) -> None:
+        self.port = mooncake_port
+        self.namespace = os.urandom(32)  # the store is empty for it
+        self.epochs = MemoryEpochStore()
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        return self._make_tier(MooncakeStore(MooncakeConfig("127.0.0.1", self.port)))
+
+    def _make_tier(self, store: MooncakeStore) -> Tier:
+        # a busy machine's answers take their time
+        limits = dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s"), 30.0)
+        config = SharedConfig(self.namespace, num_connections=self.num_connections, **limits)
+        return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
+
+    def advance_epoch(self) -> int:
+        return self.epochs.advance()
+
+
+class _KeptClient(MooncakeStore):
+    """A client takes a second to close: this one is kept, as if this were one process more."""
+
+    def __init__(self, config: MooncakeConfig, clients: list[Any]) -> None:
+        super().__init__(config)
+        self._clients = clients
+
+    def _set_up(self, address: str) -> Any:
+        if not self._clients:
+            self._clients.append(super()._set_up(address))
+        elif self._clients[0].register_buffer(self._pool.ctypes.data, self._pool.nbytes) != 0:
+            raise AssertionError("the pool cannot be registered")
+        return self._clients[0]
+
+    def _tear_down(self) -> None:
+        for memory in (self._pool, *self._seals):
+            assert self._client.unregister_buffer(memory.ctypes.data) == 0
+
+
+class TestMooncakeTierOddSize(TestMooncakeTier):
+    """Blocks of no particular size, over one connection, and a client that stays."""
+
+    slot_bytes = 5003
+    num_connections = 1
+
+    clients: ClassVar[list[Any]] = []
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        return self._make_tier(_KeptClient(MooncakeConfig("127.0.0.1", self.port), self.clients))

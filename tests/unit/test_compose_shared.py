@@ -226,13 +226,55 @@ def test_a_store_that_is_not_there_at_the_start(
     assert start(url_of(own_server)).load(D) == len(D)
 
 
-def test_a_stop_does_not_wait_for_a_store_that_is_not_there(start: Any) -> None:
-    process = start(f"valkey://127.0.0.1:{free_port()}?stop_flush_s=1000")
-    process.store(A)
+def stop_in_time(process: Process) -> None:
     stopping = threading.Thread(target=process.stop)
     stopping.start()
     stopping.join(GIVE_UP_S)
     assert not stopping.is_alive()
+
+
+def test_a_stop_does_not_wait_for_a_store_that_is_not_there(start: Any, tmp_path: Path) -> None:
+    disk = f"disk://{tmp_path}/kv?capacity=4MiB&min_free=0&direct=false&threads=1&admission=reuse"
+    process = start(f"valkey://127.0.0.1:{free_port()}?stop_flush_s=1000", disk)
+    process.store(A)
+    stop_in_time(process)
+    assert process.counters("disk")["stored_blocks"] == len(A)
+
+
+def test_a_stop_does_not_wait_for_a_store_that_freezes_meanwhile(start: Any, own_server: ValkeyServer) -> None:
+    quick = "admission=reuse&stop_flush_s=1000&lookup_timeout_s=0.2&transfer_timeout_s=0.2&connect_timeout_s=0.2"
+    process = start(f"valkey://127.0.0.1:{own_server.port}?{quick}")
+    process.store(A)
+    own_server.freeze()
+    stop_in_time(process)
+    own_server.thaw()
+
+
+def test_a_reset_while_the_store_is_away_holds_when_it_is_back(start: Any, own_server: ValkeyServer) -> None:
+    process = start(url_of(own_server))
+    own_server.kill()
+    assert process.load(A) == 0
+    assert process.stack.tiered.tier_stats()[0].down_reason
+    process.stack.core.reset_cache()
+    own_server.start()
+    wait_until_up(process)
+    process.store(A)
+    assert num_stored(own_server) == len(A)
+    assert start(url_of(own_server)).load(A) == 0
+
+
+def test_an_engine_with_nothing_else_to_do_waits_for_the_answer(start: Any, server: ValkeyServer) -> None:
+    process = start(url_of(server))
+    assert process.stack.tiered.awaited_tiers == []
+    process.driver.add_request("asks", A)
+    assert process.driver.match("asks") is None
+    process.stack.core.on_schedule_end()
+    assert process.stack.tiered.awaited_tiers == process.stack.tiers
+    process.stack.linger(GIVE_UP_S)
+    process.driver.advance(process.now_s)
+    assert process.driver.match("asks") == 0
+    process.stack.core.on_schedule_end()
+    assert process.stack.tiered.awaited_tiers == []
 
 
 def test_a_store_that_dies_is_misses_until_it_is_back(start: Any, own_server: ValkeyServer) -> None:

@@ -13,7 +13,7 @@ from kvtier.runtime import Config, check_tiers, parse_config
 from kvtier.runtime import tiers as registry
 from kvtier.runtime.disk import DiskSettings
 from kvtier.runtime.tiers import SHARED_OPTIONS, STORES, SharedSettings
-from kvtier.tiers.shared import SharedConfig, ValkeyConfig
+from kvtier.tiers.shared import S3Config, SharedConfig, ValkeyConfig
 
 SECRET = "hunter2-very-secret"
 NAMESPACE = bytes(range(32))
@@ -50,6 +50,14 @@ def test_a_disk_url_says_what_the_short_form_does() -> None:
     settings = {"path": ["/a b/c+d", "/e"], "capacity": "1GB", "min_free": 0, "admission": "reuse", "direct": False}
     assert long == parse_config({"ram": 1, "disk": {**settings, "threads": 4, "stop_flush_s": 0.5}})
     assert config_of("disk://?path=/a&path=/b&capacity=1").disk == DiskSettings(("/a", "/b"), 1)
+
+
+def test_the_stores_that_there_are() -> None:
+    tiers = config_of("valkey://host", "s3://bucket/some/prefix?region=eu-central-1&connections=8").shared
+    assert [tier.make_store().medium for tier in tiers] == ["VALKEY", "S3"]
+    assert tiers[1].store == S3Config("bucket", "some/prefix", region="eu-central-1")
+    assert tiers[1].config(NAMESPACE).num_connections == 8
+    assert tiers[1].config(NAMESPACE).lookup_timeout_s == 1.0
 
 
 def test_the_short_form_of_the_disk_stands_before_the_list() -> None:
@@ -153,6 +161,10 @@ def test_what_cannot_work_is_refused_in_one_line(urls: object, words: list[str])
         f"valkyrie://someone:{SECRET}@host",
         f"valkey:/someone:{SECRET}@host",
         f"disk://someone:{SECRET}@host/folder?capacity=1",
+        f"s3://key:{SECRET}@bucket",
+        f"s3://{SECRET}:key@bucket",
+        f"s3://bucket?secret_key={SECRET}",
+        f"s3://bucket?access_key_env=KEY&secret_key_env={SECRET}",
         f"valkey://host?{SECRET}",
         f"valkey://host?ttl=1d&{SECRET.replace('-', '_')}",
         f"valkey://host?pasword={SECRET}",

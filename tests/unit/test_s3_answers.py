@@ -95,7 +95,7 @@ WHAT_IS_SAID = {
     "the login: 403": error_answer(403, "InvalidAccessKeyId"),
     "the login: 400": error_answer(400, "ExpiredToken"),
     "s3:ListBucket": error_answer(403, "AccessDenied"),
-    "another region; allowed: region=REGION": error_answer(301, "PermanentRedirect"),
+    "redirects to nowhere; allowed: region=REGION": error_answer(301, "PermanentRedirect"),
     "in another region": error_answer(400, "AuthorizationHeaderMalformed"),
     "503 SlowDown": error_answer(503, "SlowDown"),
     "502": (502, b"<html>bad gateway</html>"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvtier.errors import ConfigurationError, ManagerUsageError
@@ -44,9 +45,17 @@ class FakeStore:
         self.held: set[str] | None = None
         """Which operations the gate is for; None: all."""
         self.refuses = False
+        self.lets_go = True
         self.errors: dict[str, list[Exception]] = {}
         self.asked: list[list[OffloadKey]] = []
         self.calls: list[str] = []
+
+    def attach(self, pool: npt.NDArray[np.uint8]) -> None:
+        self.calls.append("attach")
+
+    def detach(self, deadline_s: float) -> bool:
+        self.calls.append("detach")
+        return self.lets_go
 
     def connect(self, deadline_s: float) -> StoreConnection:
         self.calls.append("connect")
@@ -399,6 +408,59 @@ def test_close_breaks_off_what_hangs() -> None:
     assert driver.tier.close()
     assert threading.active_count() < before
     driver.finish_all()
+
+
+# -- calls that go on after they were given up -----------------------------------------------------------------
+
+
+class StuckCall:
+    """Goes on until it is ended."""
+
+    def __init__(self) -> None:
+        self._after: list[Callable[[], None]] = []
+
+    def when_ended(self, then: Callable[[], None]) -> None:
+        self._after.append(then)
+
+    def end(self) -> None:
+        for then in self._after:
+            then()
+
+
+@pytest.mark.parametrize("error", [StoreTimeoutError, StoreUnreachableError])
+@pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
+def test_what_goes_on_keeps_its_slots_until_it_ends(error: type[StoreUnreachableError], is_store: bool) -> None:
+    store = FakeStore()
+    driver = open_driver(store, num_connections=1)
+    keys, others = make_keys(2), make_keys(2, "other")
+    assert driver.store(keys + others) is not None
+    call = StuckCall()
+    store.errors = {"store" if is_store else "load": [error("given up", call)]}
+    store.calls.clear()
+    job = driver.submit_store(make_keys(2, "new")) if is_store else driver.submit_load(keys)
+    wait_for(driver, lambda: ("store" if is_store else "load") in store.calls)
+    wait_for(driver, lambda: driver.ready(others) == others)
+    assert driver.load(others).success, "others do not wait for it"
+    assert store.calls.count("load") == 1 + (not is_store), "nothing is repeated while it goes on"
+    assert job not in driver.outcomes
+    assert not driver.tier.flush(0.0) or not is_store
+    assert not driver.tier.close()
+    assert "detach" not in store.calls
+    call.end()
+    assert not any(driver.finish(job).succeeded)
+    assert driver.tier.close()
+    assert "detach" in store.calls
+    driver.tier.check_invariants()
+
+
+def test_the_pool_stays_while_the_store_does_not_let_go_of_it() -> None:
+    store = FakeStore()
+    driver = open_driver(store)
+    assert store.calls[0] == "attach"
+    store.lets_go = False
+    assert not driver.tier.close()
+    store.lets_go = True
+    assert driver.tier.close()
 
 
 # -- misuse ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 from driven_process import DrivenProcess, wait_until
 from vllm_harness import BLOCK, PATIENCE_S, Engine, Prompts
 
+from s3_harness import BUCKET, S3Server
 from valkey_harness import ValkeyServer
 
 BLOCK_BYTES = 3 * 2 * 2 * 32 * 4 * BLOCK  # of the dense model: layers, K and V, heads, head size, float32
@@ -19,6 +20,8 @@ IN_BLOCKS = 6
 LENGTH = IN_BLOCKS * BLOCK + 10
 SEEN_WITHIN_S = 2.0
 """What one engine has stored is found by others that ask so much later, with `absent_s` as it is by default."""
+UNHURRIED = "&".join(f"{name}_timeout_s=20" for name in ("connect", "lookup", "transfer", "queue"))
+"""A busy machine is no reason for a miss. What is dead says so at once."""
 
 new_prompt = Prompts(seed=21)
 
@@ -47,7 +50,7 @@ class Valkey:
 
     def __init__(self, folder: Path) -> None:
         self._server = ValkeyServer()
-        self.url = f"valkey://127.0.0.1:{self._server.port}?ttl=1h"
+        self.url = f"valkey://127.0.0.1:{self._server.port}?ttl=1h&{UNHURRIED}"
         self.kill, self.start, self.stop = self._server.kill, self._server.start, self._server.stop
 
     def num_blocks(self) -> int:
@@ -55,7 +58,20 @@ class Valkey:
             return len(client.keys("kvtier:*"))
 
 
-STORES: dict[str, Callable[[Path], SharedStore]] = {"valkey": Valkey}
+class S3:
+    name = "s3"
+
+    def __init__(self, folder: Path) -> None:
+        self._server = S3Server()
+        where = f"endpoint=http://127.0.0.1:{self._server.port}&credentials_file={self._server.credentials_file}"
+        self.url = f"s3://{BUCKET}/shared?{where}&profile=engine&{UNHURRIED}"
+        self.kill, self.start, self.stop = self._server.kill, self._server.start, self._server.stop
+
+    def num_blocks(self) -> int:
+        return len(self._server.names("shared"))
+
+
+STORES: dict[str, Callable[[Path], SharedStore]] = {"valkey": Valkey, "s3": S3}
 
 
 @pytest.fixture(scope="module", params=STORES)

@@ -19,7 +19,8 @@ import msgspec
 from kvtier.errors import ConfigurationError
 from kvtier.runtime.disk import ADMISSIONS, DISK_OPTIONS, DiskSettings, check_folders, parse_disk
 from kvtier.runtime.values import Checks, checked, number, one_of, parse_size, whole
-from kvtier.tiers.shared import SharedConfig, ValkeyStore, parse_valkey_url
+from kvtier.tiers.shared import S3Store, SharedConfig, ValkeyStore, parse_s3_url, parse_valkey_url
+from kvtier.tiers.shared.s3_config import S3_OPTIONS
 from kvtier.tiers.shared.store import Store
 from kvtier.tiers.shared.tier import MIN_ABSENT_S
 from kvtier.tiers.shared.valkey_config import VALKEY_OPTIONS
@@ -52,8 +53,22 @@ _VALKEY = StoreKind(
     make=ValkeyStore,
     options=VALKEY_OPTIONS,
 )
+_S3 = StoreKind(
+    name="s3",
+    parse=parse_s3_url,
+    make=S3Store,
+    options=S3_OPTIONS,
+    # one request a block, each of which may take a tenth of a second
+    defaults={
+        "connect_timeout_s": 2.0,
+        "lookup_timeout_s": 1.0,
+        "transfer_timeout_s": 5.0,
+        "queue_timeout_s": 10.0,
+    },
+)
 STORES: dict[str, StoreKind] = {
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _VALKEY),
+    "s3": _S3,
 }
 """By the scheme of their URLs."""
 

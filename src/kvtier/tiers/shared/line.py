@@ -15,6 +15,7 @@ from kvtier.tiers.shared.store import (
     StoreRefusedError,
     StoreTimeoutError,
     StoreUnreachableError,
+    StuckCall,
 )
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ class Failure:
     reason: str
     timed_out: bool = False
     """The store may be well, and only slow."""
+    stuck: StuckCall | None = None
+    """What goes on nevertheless."""
 
 
 class Line:
@@ -51,7 +54,8 @@ class Line:
     ) -> Failure | None:
         """Does something over the connection. None, or why that did not work: it is over within `timeout_s`.
 
-        What broke is begun once more over a new connection, unless not `repeat`; what timed out or was refused is not.
+        What broke is begun once more over a new connection, unless not `repeat`; what timed out, was refused, or goes
+        on is not.
         """
         deadline_s = time.monotonic() + timeout_s
         failure: Failure | None = None
@@ -69,10 +73,12 @@ class Line:
                 return None
             except StoreTimeoutError as error:
                 self.close()
-                return Failure(str(error), timed_out=True)
+                return Failure(str(error), timed_out=True, stuck=error.stuck)
             except StoreUnreachableError as error:
                 self.close()
-                failure = Failure(str(error))
+                failure = Failure(str(error), stuck=error.stuck)
+                if error.stuck is not None:
+                    break
             except StoreRefusedError as error:
                 self.close()
                 return Failure(str(error))

@@ -61,6 +61,12 @@ class S3Store:
     def place(self) -> str:
         return self.config.place
 
+    def attach(self, pool: npt.NDArray[np.uint8]) -> None:
+        """Values come and go in buffers of their own."""
+
+    def detach(self, deadline_s: float) -> bool:
+        return True
+
     def connect(self, deadline_s: float) -> S3Connection:
         """Asks the server nothing if it has answered to another connection, and failed none since: what then runs over
         this one can be broken off, connecting cannot."""

@@ -191,3 +191,4 @@ _KIND = UrlKind(
     },
 )
 assert {field for field, _ in _KIND.options.values()} <= {field.name for field in fields(S3Config)}
+S3_OPTIONS = frozenset(_KIND.options)

@@ -16,7 +16,7 @@ _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
 _ROLE = re.compile(r"169\.254\.\d|/latest/(?:api/token|meta-data)")
 _LOGIN = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired")
-_OTHER_REGION = ("PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint")
+_OTHER_REGION = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def _refusal(text: str, reply: Reply, bucket: str) -> str:
         reason = f"the server refuses the login: {reply}"
     elif reply.code in ("NoSuchBucket", "InvalidBucketName"):
         reason = f"the server has no bucket {bucket!r}: {reply}"
-    elif reply.code in _OTHER_REGION or reply.status in (301, 307):
+    elif reply.code in _OTHER_REGION:
         reason = f"the bucket {bucket!r} is in another region; allowed: region=REGION"
     return reason
 

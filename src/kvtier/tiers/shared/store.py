@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,8 +17,22 @@ from kvtier.tiers.shared.envelope import Identity, Rejection
 REASON_MISSING = "the store does not have it any more"
 
 
+class StuckCall(Protocol):
+    """A call that its connection has given up, and that goes on: it may still touch the buffers of its blocks."""
+
+    def when_ended(self, then: Callable[[], None]) -> None:
+        """Has `then` called, from whatever thread, once nothing of the call touches a buffer any more; never, where
+        nobody can tell."""
+        ...
+
+
 class StoreUnreachableError(KVTierError):
-    """The connection broke, or could not be made. What was asked for may be repeated over another one."""
+    """The connection broke, or could not be made. What was asked for may be repeated over another one, unless it is
+    `stuck`: then the blocks belong to it until it has ended."""
+
+    def __init__(self, message: str, stuck: StuckCall | None = None) -> None:
+        super().__init__(message)
+        self.stuck = stuck
 
 
 class StoreTimeoutError(StoreUnreachableError):
@@ -124,6 +138,16 @@ class Store(Protocol):
     @property
     def place(self) -> str:
         """Where it is, for people. No credentials."""
+        ...
+
+    def attach(self, pool: npt.NDArray[np.uint8]) -> None:
+        """Before anything else: all buffers will be rows of `pool`, (num_slots, slot_bytes) uint8, which stays mapped
+        until `detach` has returned True. For stores that register memory. Contacts nobody."""
+        ...
+
+    def detach(self, deadline_s: float) -> bool:
+        """After everything else: lets go of the pool. May be called again. False: that could not be done by
+        `deadline_s` (`time.monotonic`), and the pool has to stay mapped."""
         ...
 
     def connect(self, deadline_s: float) -> StoreConnection:

@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +14,13 @@ from functools import partial
 from kvtier.keys import OffloadKey
 from kvtier.tiers.shared.envelope import Identity
 from kvtier.tiers.shared.line import Line
+from kvtier.tiers.shared.loss_log import LossLog
 from kvtier.tiers.shared.questions import Batch, Keys, QuestionQueue
-from kvtier.tiers.shared.store import BlockTransfer, Store, StoreConnection
+from kvtier.tiers.shared.store import BlockTransfer, Store, StoreConnection, StuckCall
 from kvtier.transfers.affinity import use_every_core_of_this_process
 
 logger = logging.getLogger(__name__)
 
-SAY_EVERY_S = 10.0
-"""That the store is down is said no more often."""
 ABORT_AFTER_S = 0.2
 """After a stop, how long what runs may go on."""
 
@@ -61,15 +60,15 @@ class StoreThreads:
         self._stopping = threading.Event()
         self._loads: deque[BlockTransfer] = deque()
         self._stores: deque[BlockTransfer] = deque()
-        self._num_storing = 0
+        self._num_moving = Counter({True: 0, False: 0})
+        """By whether they are stores: runs that have begun, those that are stuck included."""
         self._done: list[BlockTransfer] = []
         self._questions = QuestionQueue()
         self._answers: list[tuple[Identity, OffloadKey, bool]] = []
         self._down_reason = "not connected yet"
         self._is_suspect = False
         self._backoff_s = 0.0
-        self._said_reason = ""
-        self._said_s = -float("inf")
+        self._loss_log = LossLog(store.place)
         self._num_connects = 0
         self._num_connection_losses = 0
         self._asking_line = Line(store, self._stopping, limits.connect_timeout_s)
@@ -91,7 +90,7 @@ class StoreThreads:
             thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Begins nothing more, breaks off what runs. Waits; False if a thread does not end: it ends when it can."""
+        """Begins nothing more, breaks off what runs. Waits; False while a thread or a stuck call does not end."""
         self._stopping.set()
         with self._lock:
             for condition in (self._work_ready, self._asking_ready, self._progress):
@@ -101,7 +100,8 @@ class StoreThreads:
         for line in [*self._lines, self._asking_line]:
             line.abort()
         self._join(until_s)
-        return not any(thread.is_alive() for thread in self._threads)
+        with self._lock:
+            return not (any(self._num_moving.values()) or any(thread.is_alive() for thread in self._threads))
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class StoreThreads:
         """Waits until everything queued to be stored or removed is. False if that took too long."""
 
         def is_idle() -> bool:
-            return not (self._stores or self._num_storing or self._questions.has_removals)
+            return not (self._stores or self._num_moving[True] or self._questions.has_removals)
 
         with self._lock:
             return self._progress.wait_for(is_idle, timeout_s)
@@ -209,11 +209,11 @@ class StoreThreads:
                         return
                     self._work_ready.wait()
                 overwrite = run[0].job.is_store and self._take_removals(run)
-            self._move(line, run, overwrite)
-            with self._lock:
-                self._num_storing -= run[0].job.is_store
-                self._done += run
-                self._progress.notify_all()
+            stuck = self._move(line, run, overwrite)
+            if stuck is None:
+                self._hand_back(run)
+            else:
+                stuck.when_ended(partial(self._hand_back, run))
             del run
 
     def _next_run(self, loads_only: bool) -> list[BlockTransfer]:
@@ -235,7 +235,7 @@ class StoreThreads:
             run.append(queue.popleft())
         for block in run:
             block.began = True
-        self._num_storing += run[0].job.is_store
+        self._num_moving[run[0].job.is_store] += 1
         return run
 
     def _expire_queued(self) -> None:
@@ -249,7 +249,14 @@ class StoreThreads:
         mine = [block for block in run if self._questions.take_back_removal(block.key)]
         return bool(mine)
 
-    def _move(self, line: Line, run: Sequence[BlockTransfer], overwrite: bool) -> None:
+    def _hand_back(self, run: Sequence[BlockTransfer]) -> None:
+        """Nothing touches these blocks any more. Also called by whatever was stuck."""
+        with self._lock:
+            self._num_moving[run[0].job.is_store] -= 1
+            self._done += run
+            self._progress.notify_all()
+
+    def _move(self, line: Line, run: Sequence[BlockTransfer], overwrite: bool) -> StuckCall | None:
         begun_s = time.monotonic()
 
         def operation(connection: StoreConnection, deadline_s: float) -> None:
@@ -273,6 +280,7 @@ class StoreThreads:
             self._note_loss(failure.reason)
         else:
             self._note_use()
+        return failure.stuck if failure else None
 
     # -- the thread that asks --------------------------------------------------------------------------------
 
@@ -346,13 +354,10 @@ class StoreThreads:
             self._num_connects += 1
 
     def _note_use(self) -> None:
-        """Something worked: only that ends a loss for people, as what takes connections may refuse all else."""
-        if not self._said_reason:
-            return
-        with self._lock:
-            if self._said_reason and not self._down_reason:
-                logger.info("kvtier: %s is there again", self._store.place)
-                self._said_reason = ""
+        if self._loss_log.reason:
+            with self._lock:
+                if not self._down_reason:
+                    self._loss_log.note_use()
 
     def _note_loss(self, reason: str) -> None:
         """The store is down: everything that waits for it fails now."""
@@ -368,12 +373,7 @@ class StoreThreads:
             self._questions.clear()
             self._asking_ready.notify()
             self._progress.notify_all()
-            now_s = time.monotonic()
-            if reason != self._said_reason and now_s - self._said_s >= SAY_EVERY_S:
-                logger.warning(
-                    "kvtier: %s cannot be used, its blocks are misses until it can: %s", self._store.place, reason
-                )
-                self._said_reason, self._said_s = reason, now_s
+            self._loss_log.note_loss(reason)
 
     def _fail(self, blocks: Sequence[BlockTransfer] | deque[BlockTransfer], reason: str) -> None:
         """Lock held."""

@@ -137,6 +137,7 @@ class SharedTier(Tier):
             raise ManagerUsageError("the tier has been attached already")
         self._pool = pool
         self._identity = Identity(self.config.namespace, self._epoch_store.current())
+        self._store.attach(pool)
         self._threads = StoreThreads(self._store, self._limits(pool.shape[1]))
         self._now_s = self._clock()
         self._threads.start()
@@ -165,7 +166,8 @@ class SharedTier(Tier):
             self._threads.flush(flush_s)
         self._closed_reason = self._closed_reason or REASON_CLOSED
         self._end_queued(REASON_CLOSED, lambda block: True)
-        if self._is_attached and not self._threads.stop(STOP_S):
+        deadline_s = time.monotonic() + STOP_S
+        if self._is_attached and not (self._threads.stop(STOP_S) and self._store.detach(deadline_s)):
             return False
         self._pool = np.empty((0, 0), np.uint8)
         return True

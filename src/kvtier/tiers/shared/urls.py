@@ -21,6 +21,9 @@ Check = Callable[[str, str], Any]
 """Makes a value of the text of an option, whose name comes second. Raises ConfigurationError."""
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
+_UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,14 @@ def duration_s(text: str, name: str) -> int:
     if not 1 <= seconds <= 100 * 365 * 86400:
         raise ConfigurationError(f'{name} is {text!r}; allowed: 1 second or more, such as "3600", "90m", "12h", "1d"')
     return math.ceil(seconds)
+
+
+def size_bytes(text: str, name: str) -> int:
+    """Bytes, 0 allowed; a unit behind the number says what it counts."""
+    match = _SIZE.fullmatch(text)
+    if not match or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] >= 2**63:
+        raise ConfigurationError(f'{name} is {text!r}; allowed: bytes, or a size such as "512MiB", "8GiB", "20GB"')
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def filled(text: str, name: str) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.errors import ConfigurationError
 from kvtier.tiers.shared.store import StoreConnection, StoreRefusedError, StoreUnreachableError
 from kvtier.tiers.shared.valkey_cluster import ValkeyCluster
@@ -32,6 +35,12 @@ class ValkeyStore:
     @property
     def place(self) -> str:
         return self.config.place
+
+    def attach(self, pool: npt.NDArray[np.uint8]) -> None:
+        """Sockets take any memory."""
+
+    def detach(self, deadline_s: float) -> bool:
+        return True
 
     def connect(self, deadline_s: float) -> StoreConnection:
         if self._cluster is not None:
