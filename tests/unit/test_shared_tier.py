@@ -394,6 +394,45 @@ def test_what_waits_to_be_removed_is_overwritten_instead() -> None:
     driver.close()
 
 
+def test_a_removal_of_before_a_reset_is_not_taken_back_by_a_store_after_it() -> None:
+    store = FakeStore()
+    driver = open_driver(store, lookup_timeout_s=GIVE_UP_S)
+    keys = make_keys(2)
+    driver.store(keys)
+    store.held = {"lookup"}
+    store.gate.clear()
+    driver.tier.lookup(make_keys(1, "unknown"))
+    wait_for(driver, lambda: store.asked)
+    driver.tier.drop(keys[:1])
+    driver.tier.reset(1)
+    driver.store(keys)
+    store.gate.set()
+    assert driver.tier.flush(GIVE_UP_S)
+    assert sorted((identity.epoch, key) for identity, key in store.blocks) == [(0, keys[1]), (1, keys[0]), (1, keys[1])]
+    driver.close()
+
+
+def test_asks_before_it_stores_unless_the_store_itself_has_just_denied_it() -> None:
+    store, clock = FakeStore(), Clock()
+    driver = open_driver(store, clock)
+    denied, late, old = (make_keys(1, name) for name in ("denied", "late", "old"))
+    assert driver.ready(old) == []
+    clock.now_s += 1.1
+    assert driver.ready(denied) == []
+    store.gate.clear()
+    driver.tier.lookup(late)
+    wait_for(driver, lambda: late in store.asked)
+    clock.now_s += 0.6
+    driver.poll()
+    assert driver.tier.lookup(late) == [ABSENT], "nobody has said so"
+    store.gate.set()
+    for key in (*denied, *late, *old):  # another engine has stored them
+        store.blocks[Identity(NAMESPACE, 0), key] = bytes(SLOT_BYTES)
+    outcomes = [driver.store(keys) for keys in (denied, late, old)]
+    assert [outcome and outcome.num_bytes for outcome in outcomes] == [SLOT_BYTES, 0, 0]
+    driver.close()
+
+
 def test_close_breaks_off_what_hangs() -> None:
     store = FakeStore()
     driver = open_driver(store, transfer_timeout_s=1000.0, lookup_timeout_s=1000.0)

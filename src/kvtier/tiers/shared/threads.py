@@ -246,7 +246,7 @@ class StoreThreads:
 
     def _take_removals(self, run: Sequence[BlockTransfer]) -> bool:
         """Whether blocks of this run are to be removed first: then they are overwritten instead. Lock held."""
-        mine = [block for block in run if self._questions.take_back_removal(block.key)]
+        mine = [block for block in run if self._questions.take_back_removal(block.identity, block.key)]
         return bool(mine)
 
     def _hand_back(self, run: Sequence[BlockTransfer]) -> None:

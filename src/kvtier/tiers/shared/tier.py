@@ -207,7 +207,7 @@ class SharedTier(Tier):
                 job.end_block(position, True)
             else:
                 self._storing[key] = block = self._block(job, position, slots[position])
-                block.is_new = self._book.is_absent(key, self._now_s)
+                block.is_new = self._book.is_denied(key, self._now_s)
                 blocks.append(block)
         self._submit(blocks)
         return len(accepted)
@@ -374,8 +374,9 @@ class SharedTier(Tier):
             self._book.note_present(block.key, self._now_s)
         elif is_current and block.is_corrupt:
             self.drop((block.key,))
-        elif is_current and (block.is_missing or block.is_away) and self._book.note_absent(block.key, self._now_s):
-            self._removed.append(block.key)
+        elif is_current and (block.is_missing or block.is_away):
+            was_there = self._book.note_absent(block.key, self._now_s, is_told=block.is_missing)
+            self._removed += [block.key] if was_there else []
         self._counters["corrupt_blocks"] += block.is_corrupt
         self._counters["loaded_blocks" if success else "failed_load_blocks"] += 1
         return success
