@@ -50,14 +50,16 @@ check: $(VENV)/.dev  ## lint, types, imports, fast tests: under two minutes
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m 'not vllm and not slow'
 
-bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside memcpy, disk beside fio, Valkey beside a socket, Mooncake beside its client, a shared tier beside computing
+bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside memcpy, tiers beside their media's own tools
 	$(BIN)/python benchmarks/manager.py $(if $(TRACE),--trace $(TRACE))
 	$(BIN)/python benchmarks/deferral.py
 	$(BIN)/python benchmarks/copies.py
 	$(BIN)/python benchmarks/disk.py --dir $(or $(DISK),/var/tmp)
 	$(BIN)/python benchmarks/valkey.py
 	$(BIN)/python benchmarks/mooncake_store.py
-	$(BIN)/python benchmarks/shared_ttft.py
+	$(BIN)/python benchmarks/shared_ttft.py --stores valkey,s3,mooncake
+	$(BIN)/python benchmarks/s3.py --dir $(or $(DISK),/var/tmp)
+	$(BIN)/python benchmarks/compression.py
 
 soak: $(VENV)/.engine  ## ten million simulated operations, long state machines, twenty kills of a real engine (an hour)
 	$(BIN)/kvtier simulate --seeds 0:9100 --timings

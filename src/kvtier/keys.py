@@ -10,6 +10,9 @@ from typing import NewType
 
 OffloadKey = NewType("OffloadKey", bytes)
 
+MAX_TIER_KEY_BYTES = 64
+"""Longer keys are private to the process: such blocks stay in RAM."""
+
 _GROUP_INDEX_BYTES = 4
 
 
@@ -29,3 +32,20 @@ def get_offload_block_hash(key: OffloadKey) -> bytes:
 def get_offload_group_idx(key: OffloadKey) -> int:
     """The KV-cache group index inside `key`."""
     return int.from_bytes(key[-_GROUP_INDEX_BYTES:], "big")
+
+
+def extend_key(key: OffloadKey, tag: bytes) -> OffloadKey:
+    """The key of the same block made by other weights, those that `tag` names: the tag stands behind the hash."""
+    return OffloadKey(key[:-_GROUP_INDEX_BYTES] + tag + key[-_GROUP_INDEX_BYTES:])
+
+
+def shorten_key(key: OffloadKey, num_bytes: int) -> OffloadKey:
+    """The key of `num_bytes` that `key` was before `extend_key`; `key` itself where it is no longer than that."""
+    if len(key) <= num_bytes:
+        return key
+    return OffloadKey(key[: num_bytes - _GROUP_INDEX_BYTES] + key[-_GROUP_INDEX_BYTES:])
+
+
+def is_private(key: OffloadKey) -> bool:
+    """Whether a block stays in RAM, since its key says nothing to another process."""
+    return len(key) > MAX_TIER_KEY_BYTES

@@ -1,4 +1,4 @@
-"""The contract of the tiers below RAM (disk, remote stores): abstract class and records. No logic.
+"""The contracts of the tiers below RAM (disk, remote stores), and of what keeps RAM over a restart. No logic.
 
 A tier moves whole blocks between the slots of the RAM pool and its own medium, asynchronously. It has one caller,
 which drives it from one thread; whatever threads a tier has are its own affair and are never seen from here.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -221,4 +221,54 @@ class EpochStore(Protocol):
 
         Raises TierError if it cannot: then `current` is unchanged, and everything that relies on it must be disabled.
         """
+        ...
+
+
+class CheckedBlock(NamedTuple):
+    """A block of an earlier process whose bytes have been looked at."""
+
+    key: OffloadKey
+    slot: int
+    generation: int
+    """That the check was asked for with."""
+    is_intact: bool
+    """Every byte is as it was stored, under this very key."""
+
+
+Slots = Sequence[int] | npt.NDArray[np.int64]
+
+
+class PoolKeeper(Protocol):
+    """Writes down what is in the slots of a RAM pool that outlives its process, and checks what comes back.
+
+    A slot has a record or none. A record says which block the slot holds, and by a checksum which bytes: the next
+    process finds it, whenever and however this one dies. None of these calls blocks or does I/O.
+    """
+
+    def forget(self, slots: Slots) -> None:
+        """The records of these slots are void when this returns, and none that was on its way will come. Called before
+        anybody may write the slots, and for blocks that are not to be trusted."""
+        ...
+
+    def keep(self, keys: Sequence[OffloadKey], slots: Slots, generations: Slots) -> None:
+        """These slots hold these blocks, whole, until `forget`. By and by they get records. Blocks that were told
+        before are passed over. Keys are in prefix order."""
+        ...
+
+    def note_use(self, slots: Slots) -> None:
+        """One use of the blocks in these slots, in prefix order: the next process evicts others before them."""
+        ...
+
+    def check(self, keys: Sequence[OffloadKey], slots: Sequence[int], generation: int) -> None:
+        """Looks at the bytes of blocks that an earlier process left. Nobody writes the slots until `poll` has said what
+        they are."""
+        ...
+
+    def poll(self) -> list[CheckedBlock]:
+        """What was checked since the last call. The caller owns the list."""
+        ...
+
+    def reset(self) -> None:
+        """No later process finds anything of this one any more, what it stores from now on included: a reset says that
+        the weights may be others. In force when this returns, whatever happens to the process next."""
         ...

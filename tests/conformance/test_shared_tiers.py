@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +13,8 @@ from kvtier.testing import UnboundedTierConformance
 from kvtier.tier_interfaces import Tier
 from kvtier.tiers.memory import MemoryEpochStore
 from kvtier.tiers.shared import (
+    FolderConfig,
+    FolderStore,
     MooncakeConfig,
     MooncakeStore,
     S3Store,
@@ -38,6 +41,7 @@ class TestValkeyTier(UnboundedTierConformance):
     answers_at_once = False
     num_connections = 4
     ttl_s = 0
+    compression = "off"
 
     @pytest.fixture(autouse=True)
     def _server(self, server: ValkeyServer) -> None:
@@ -48,7 +52,7 @@ class TestValkeyTier(UnboundedTierConformance):
 
     def make_tier(self, capacity_blocks: int) -> Tier:
         store = ValkeyStore(ValkeyConfig("127.0.0.1", self.server.port, ttl_s=self.ttl_s))
-        config = SharedConfig(NAMESPACE, num_connections=self.num_connections)
+        config = SharedConfig(NAMESPACE, num_connections=self.num_connections, compression=self.compression)
         # in one test everything is one process: equal epochs are of equal weights
         return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
 
@@ -62,6 +66,21 @@ class TestValkeyTierOddSize(TestValkeyTier):
     slot_bytes = 5003
     num_connections = 1
     ttl_s = 3600
+
+
+class TestValkeyTierCompressed(TestValkeyTier):
+    compression = "on"
+
+    @pytest.fixture(autouse=True)
+    def _compresses(self, _server: None) -> Iterator[None]:
+        yield
+        with self.server.client() as client:
+            sizes = {client.strlen(key) for key in client.scan_iter()}
+        assert all(size < self.slot_bytes for size in sizes)
+
+
+class TestValkeyTierOddSizeCompressed(TestValkeyTierCompressed, TestValkeyTierOddSize):
+    """The last element of a block is not whole."""
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +123,7 @@ class TestS3Tier(UnboundedTierConformance):
     durable = True
     answers_at_once = False
     num_connections = 4
+    compression = "off"
 
     @pytest.fixture(autouse=True)
     def _bucket(self, s3_server: S3Server) -> None:
@@ -112,7 +132,8 @@ class TestS3Tier(UnboundedTierConformance):
 
     def make_tier(self, capacity_blocks: int) -> Tier:
         # a busy machine's answers take their time
-        config = SharedConfig(NAMESPACE, num_connections=self.num_connections, lookup_timeout_s=10.0)
+        settings = {"num_connections": self.num_connections, "compression": self.compression}
+        config = SharedConfig(NAMESPACE, lookup_timeout_s=10.0, **settings)
         return SharedTier(config, S3Store(self.s3_config), self.epochs, make_salt=lambda: bytes(8))
 
     def advance_epoch(self) -> int:
@@ -124,6 +145,10 @@ class TestS3TierOddSize(TestS3Tier):
 
     slot_bytes = 5003
     num_connections = 1
+
+
+class TestS3TierCompressed(TestS3Tier):
+    compression = "on"
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +214,31 @@ class TestMooncakeTierOddSize(TestMooncakeTier):
 
     def make_tier(self, capacity_blocks: int) -> Tier:
         return self._make_tier(_KeptClient(MooncakeConfig("127.0.0.1", self.port), self.clients))
+
+
+class TestFolderTier(UnboundedTierConformance):
+    durable = True
+    answers_at_once = False
+    num_connections = 4
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "blocks"
+        self.epochs = MemoryEpochStore()
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        store = FolderStore(FolderConfig(str(self.path), 1 << 30, 0))
+        # a busy machine's answers take their time
+        limits = dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s"), 30.0)
+        config = SharedConfig(NAMESPACE, num_connections=self.num_connections, **limits)
+        return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
+
+    def advance_epoch(self) -> int:
+        return self.epochs.advance()
+
+
+class TestFolderTierOddSize(TestFolderTier):
+    """Blocks of no particular size, over one connection."""
+
+    slot_bytes = 5003
+    num_connections = 1

@@ -22,7 +22,7 @@ _BRIEF = settings(
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-sys.path.insert(0, str(Path(__file__).parents[1] / "stateful"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "stateful"), str(Path(__file__).parents[1])]
 
 
 def run(machine, number, **attributes):
@@ -63,11 +63,18 @@ def tiered_machine():
     run(Machine, 2, policy_name="arc", cascade_when="reused")
 
 
+def persisted_machine():
+    from test_persisted_machine import PersistedMachine
+
+    run(PersistedMachine, 1)
+
+
 FINDERS = {
     "driver machine": driver_machine,
     "manager machine": manager_machine,
     "policy machine": policy_machine,
     "tiered machine": tiered_machine,
+    "persisted machine": persisted_machine,
 }
 
 

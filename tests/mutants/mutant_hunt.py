@@ -94,6 +94,9 @@ def read_table() -> dict[str, list[str]]:
 def can_find(finder: str, mutant: Mutant) -> bool:
     """Whether the finder drives the module that the mutant is in: the others need not be asked."""
     is_tiered = mutant.module in ("manager/tiered.py", "manager/tier_transfers.py", "manager/promotions.py")
+    is_persisted = mutant.module in ("manager/persisted.py", "tiers/ram_keeper.py")
+    if is_persisted or finder == "persisted machine":
+        return is_persisted and finder == "persisted machine"
     if finder == "policy machine":
         return mutant.module.startswith("policy/")
     return is_tiered == (finder == "tiered machine")

@@ -27,6 +27,8 @@ _REQUESTS = "manager/requests.py"
 _ROOM = "manager/room.py"
 _TIERED = "manager/tiered.py"
 _TRANSFERS = "manager/tier_transfers.py"
+_PERSISTED = "manager/persisted.py"
+_KEEPER = "tiers/ram_keeper.py"
 
 MUTANTS = [
     # pins
@@ -278,7 +280,9 @@ MUTANTS = [
     Mutant(
         "reset-keeps-blocks",
         _CPU,
-        "        self._index.drop(list(self._ready))\n        self._index.renew_free_order()\n        self._order.",
+        "        self._index.drop([*self._ready, *self._index.restored])\n"
+        "        self._index.renew_free_order()\n"
+        "        self._order.",
         "        self._counters.copy().",
         "what was reset is still found",
     ),
@@ -441,5 +445,41 @@ MUTANTS = [
         "request.hints.no_store:",
         "request.hints.ended:",
         "a request that wanted nothing stored is stored",
+    ),
+    # a RAM pool that outlives its process
+    Mutant(
+        "persisted-unchecked",
+        _PERSISTED,
+        "self._index.recall(blocks)",
+        "self._index.restore(blocks)",
+        "what an earlier process left is ready without a check",
+    ),
+    Mutant(
+        "persisted-corrupt-stays",
+        _PERSISTED,
+        "            self._keeper.forget(slots)\n",
+        "",
+        "the record of a block that failed its check stands",
+    ),
+    Mutant(
+        "persisted-any-bytes",
+        _KEEPER,
+        "self._hash(task.key, task.slot) == checksum",
+        "True",
+        "the check looks at nothing",
+    ),
+    Mutant(
+        "persisted-record-stands",
+        _KEEPER,
+        "            self._states[slots] = FREE\n",
+        "",
+        "the record of a slot stands while another block is written there",
+    ),
+    Mutant(
+        "persisted-reset-forgotten",
+        _KEEPER,
+        "        self._magic[0] = 0 ",
+        "        pass ",
+        "the next process finds what was reset",
     ),
 ]

@@ -12,7 +12,7 @@ from kvtier.interfaces import Residency
 from kvtier.sim.clock import SimulatedClock
 from kvtier.sim.replay import ReplaySettings, default_prefill_rate, replay
 from kvtier.sim.serving import Serving, ServingModel
-from kvtier.sim.tier import SimulatedTier, TierModel
+from kvtier.sim.tier import CompressionModel, SimulatedTier, TierModel
 from kvtier.sim.traces import Trace, TraceRequest
 from kvtier.sim.transport import LinkSpeed
 from kvtier.sim.workload import generate
@@ -143,3 +143,60 @@ def test_waiting_requests_leave_the_reserved_room_to_running_ones(bytes_per_s):
     assert manager.get_stats().counters.get("shed_blocks", 0) == 0
     assert most_promoting <= 50
     assert most_promoting or manager.get_stats().counters["promoted_blocks"]
+
+
+# -- a slow link -------------------------------------------------------------------------------------------------
+
+GIGABIT, FAST = 0.125e9, 5e9
+"""Bytes per second."""
+
+
+def over_a_link(bytes_per_s: float, compression: CompressionModel | None) -> tuple[float, dict[str, int]]:
+    """Median seconds to first token of sessions whose blocks, 64 MiB each, are behind a link of 100 us; and counters.
+
+    A block computes in the time of one and a half over a gigabit link: worth loading, and worth shrinking.
+    """
+    prompts = [range(5 * number, 5 * number + 5) for number in range(20)]
+    rounds = [(40.0 * turn, ids) for turn, ids in enumerate([*prompts, *prompts, *prompts])]
+    block_bytes = 64 << 20
+    rate = 100 / (1.5 * block_bytes / GIGABIT)
+    tier = replace(disk(bytes_per_s, latency_s=100e-6), compression=compression)
+    model = ServingModel(rate, block_bytes, LinkSpeed(1e-4, 20e9), LinkSpeed(1e-4, 20e9), lower_tiers=(tier,))
+    result = Serving(trace_of(*rounds), model, CPUOffloadingManager(10)).run()
+    return float(np.median(result.ttft_s)), dict(result.tier_stats[0].counters)
+
+
+def test_compression_begins_by_itself_on_a_slow_link_and_brings_the_first_token_forward():
+    off_s, _ = over_a_link(GIGABIT, None)
+    auto_s, counters = over_a_link(GIGABIT, CompressionModel("auto"))
+    on_s, _ = over_a_link(GIGABIT, CompressionModel("on"))
+    assert counters["compression_on"] == 1
+    assert counters["compression_changes"] == 1
+    assert auto_s < 0.85 * off_s
+    assert auto_s == pytest.approx(on_s, rel=0.05)
+
+
+def test_compression_stays_off_on_a_fast_link():
+    off_s, _ = over_a_link(FAST, None)
+    auto_s, counters = over_a_link(FAST, CompressionModel("auto"))
+    on_s, _ = over_a_link(FAST, CompressionModel("on"))
+    assert (counters["compression_on"], counters["compression_changes"]) == (0, 0)
+    assert auto_s == pytest.approx(off_s, rel=0.02)
+    assert on_s > 1.1 * off_s
+
+
+def test_what_a_compressed_block_costs():
+    """Half the bytes, and the time that making them of it, and it of them, takes."""
+    clock = SimulatedClock()
+    tier_model = replace(disk(1000.0), compression=CompressionModel("on", 2.0, 10_000.0, 4000.0))
+    tier = SimulatedTier(clock, tier_model, BLOCK_BYTES, lambda: None)
+    key = make_offload_key(b"k" * 32, 0)
+    tier.submit_store(1, [key], [0])
+    clock.run_until(10.0)
+    (stored,) = tier.poll()
+    assert stored.duration_s == pytest.approx(0.5 + 0.1)
+    tier.submit_load(2, [key], [0])
+    clock.run_until(20.0)
+    (loaded,) = tier.poll()
+    assert loaded.duration_s == pytest.approx(0.5 + 0.25)
+    assert loaded.num_bytes == BLOCK_BYTES

@@ -117,3 +117,26 @@ def test_mistakes_are_one_line(trace, arguments, said, capsys):
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_replay_over_a_slow_link_compresses(trace, capsys):
+    arguments = ["replay", trace, "--policy", "lru", "--ram", "2%", "--disk", "100%", "--disk-gb-per-s", "0.125"]
+    assert run([*arguments, "--disk-compression", "auto", "--disk-codec", "2,3,4", "--json"]) == 0
+    (tier,) = json.loads(capsys.readouterr().out)["model"]["lower_tiers"]
+    speeds = {"encode_bytes_per_s": 3e9, "decode_bytes_per_s": 4e9}
+    assert tier["compression"] == {"mode": "auto", "ratio": 2.0, **speeds}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--disk-compression", "yes"],
+        ["--disk-codec", "2,3,4"],
+        *(["--disk-compression", "on", "--disk-codec", codec] for codec in ("2", "0.5,1,1", "2,0,1", "2,x,1")),
+    ],
+)
+def test_replay_refuses_a_codec_that_cannot_be(trace, capsys, options):
+    assert run(["replay", trace, "--disk", "50%", *options]) != 0
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert options[-2] in line
+    assert "allowed" in line or "needs" in line

@@ -13,7 +13,7 @@ from kvtier.runtime import Config, check_tiers, parse_config
 from kvtier.runtime import tiers as registry
 from kvtier.runtime.disk import DiskSettings
 from kvtier.runtime.tiers import SHARED_OPTIONS, STORES, SharedSettings
-from kvtier.tiers.shared import S3Config, SharedConfig, ValkeyConfig
+from kvtier.tiers.shared import MooncakeConfig, S3Config, SharedConfig, ValkeyConfig
 
 SECRET = "hunter2-very-secret"
 NAMESPACE = bytes(range(32))
@@ -53,8 +53,10 @@ def test_a_disk_url_says_what_the_short_form_does() -> None:
 
 
 def test_the_stores_that_there_are() -> None:
-    tiers = config_of("valkey://host", "s3://bucket/some/prefix?region=eu-central-1&connections=8").shared
-    assert [tier.make_store().medium for tier in tiers] == ["VALKEY", "S3"]
+    s3 = "s3://bucket/some/prefix?region=eu-central-1&connections=8"
+    tiers = config_of("valkey://host", s3, "mooncake://master?segment=1GiB").shared
+    assert [tier.make_store().medium for tier in tiers] == ["VALKEY", "S3", "MOONCAKE"]
+    assert tiers[2].store == MooncakeConfig("master", segment_bytes=1 << 30)
     assert tiers[1].store == S3Config("bucket", "some/prefix", region="eu-central-1")
     assert tiers[1].config(NAMESPACE).num_connections == 8
     assert tiers[1].config(NAMESPACE).lookup_timeout_s == 1.0
@@ -69,13 +71,15 @@ def test_the_short_form_of_the_disk_stands_before_the_list() -> None:
 def test_what_every_shared_tier_can_be_told() -> None:
     tier = shared_of(
         "valkey://host?ttl=1d&connections=8&connect_timeout_s=2&lookup_timeout_s=.25&transfer_timeout_s=3"
-        "&queue_timeout_s=6&present_s=20&absent_s=0.5&max_keys=100&max_storing=1MiB&admission=reuse&epoch=7&stop_flush_s=0"
+        "&queue_timeout_s=6&present_s=20&absent_s=0.5&max_keys=100&max_storing=1MiB&compression=auto"
+        "&admission=reuse&epoch=7&stop_flush_s=0"
     )
     assert tier.store == ValkeyConfig("host", ttl_s=86400)
-    assert tier.config(NAMESPACE) == SharedConfig(NAMESPACE, 8, 2.0, 0.25, 3.0, 6.0, 20.0, 0.5, 100, 1 << 20)
+    assert tier.config(NAMESPACE) == SharedConfig(NAMESPACE, 8, 2.0, 0.25, 3.0, 6.0, 20.0, 0.5, 100, 1 << 20, "auto")
+    assert tier.config(NAMESPACE, element_bytes=4).element_bytes == 4
     assert (tier.admission, tier.epoch, tier.stop_flush_s) == ("reuse", 7, 0.0)
     fields = {field.name for field in dataclasses.fields(SharedConfig)}
-    assert {field for field, _ in registry._LIMITS.values()} == fields - {"namespace"}
+    assert {field for field, _ in registry._LIMITS.values()} == fields - {"namespace", "element_bytes"}
     assert shared_of("valkey://host").config(NAMESPACE) == SharedConfig(NAMESPACE)
 
 

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import ConfigurationError
-from kvtier.runtime.identity import namespace_of, weights_identity
+from kvtier.keys import extend_key, make_offload_key
+from kvtier.runtime.identity import AdapterFiles, FilesChangingError, namespace_of, weights_identity
 
 FIELDS = {
     "weights": "abc",
@@ -45,21 +47,31 @@ def test_order_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
-def test_other_processes_agree(seed: str) -> None:
+def test_other_processes_agree(tmp_path: Path, seed: str) -> None:
     code = """
-import json, sys
-from kvtier.runtime.identity import namespace_of
-print(namespace_of(json.load(sys.stdin)).hex())
+import json, pathlib, sys
+from kvtier.keys import extend_key, make_offload_key
+from kvtier.runtime.identity import AdapterFiles, namespace_of, weights_identity
+folder = pathlib.Path(sys.argv[1])
+digest = AdapterFiles().read(folder).digest
+key = extend_key(make_offload_key(b"hash", 3), digest)
+print(namespace_of(json.load(sys.stdin)).hex(), weights_identity(folder), digest.hex(), key.hex())
 """
+    folder = make_adapter(tmp_path / "a")
+    write_weights(folder, {"b": 1}, b"more", "model.safetensors")
+    content = AdapterFiles().read(folder)
+    assert content is not None
+    key = extend_key(make_offload_key(b"hash", 3), content.digest)
     answer = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, str(folder)],
         input=json.dumps(FIELDS),
         env={**os.environ, "PYTHONHASHSEED": seed},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert answer.stdout.strip() == namespace_of(FIELDS).hex()
+    expected = [namespace_of(FIELDS).hex(), weights_identity(folder), content.digest.hex(), key.hex()]
+    assert answer.stdout.split() == expected
 
 
 @pytest.mark.parametrize("value", [{1, 2}, float("nan"), b"bytes"])
@@ -107,3 +119,67 @@ def test_broken_weight_files_have_an_identity_too(tmp_path: Path, content: bytes
 def test_without_weights_there_is_no_identity(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert weights_identity(tmp_path) is None
+
+
+def make_adapter(folder: Path, rank: int = 8, body: bytes = b"weights") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    write_weights(folder, {"a": 1}, body, "adapter_model.safetensors")
+    return folder
+
+
+def test_adapters_are_told_apart_by_weights_and_settings_wherever_they_lie(tmp_path: Path) -> None:
+    files = AdapterFiles()
+    first = files.read(make_adapter(tmp_path / "a"))
+    copy = files.read(make_adapter(tmp_path / "b"))
+    assert first is not None
+    assert copy is not None
+    assert first.digest == copy.digest
+    (tmp_path / "a" / "README.md").write_text("no part of what an engine loads")
+    assert files.read(tmp_path / "a") == first
+    digests = {first.digest}
+    for change in ({"rank": 16}, {"body": b"others!"}):
+        changed = files.read(make_adapter(tmp_path / "a", **change))  # type: ignore[arg-type]
+        assert changed is not None
+        digests.add(changed.digest)
+    assert len(digests) == 3
+    back = files.read(make_adapter(tmp_path / "a"))
+    assert back is not None
+    assert back.digest == first.digest
+
+
+def test_an_adapter_is_read_once_while_its_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_adapter(tmp_path / "a")
+    files = AdapterFiles(lambda: time.time_ns() + 3_000_000_000)
+    first, just_written = files.read(folder), AdapterFiles()
+    assert just_written.read(folder) == first
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert files.read(folder) is first
+    with pytest.raises(AssertionError):
+        just_written.read(folder)  # a second write within the filesystem's own clock would leave no trace
+
+
+def test_an_adapter_that_is_being_written_is_nothing_that_could_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real_open = make_adapter(tmp_path / "a"), Path.open
+
+    def open_while_written(path: Path, *args: object) -> object:
+        monkeypatch.setattr(Path, "open", real_open)
+        make_adapter(folder, body=b"others!")
+        return real_open(path, *args)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", open_while_written)
+    with pytest.raises(FilesChangingError):
+        AdapterFiles().read(folder)
+
+
+def test_what_is_no_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert AdapterFiles().read(tmp_path) is None
+    with pytest.raises(OSError, match="nowhere"):
+        AdapterFiles().read(tmp_path / "nowhere")

@@ -98,15 +98,16 @@ def wait_until_down(driver: TierDriver) -> None:
 
 
 class Client:
-    """Mooncake's client, with something done before each call that moves blocks."""
+    """Mooncake's client, with something done before each call whose name ends so: as they come, what moves blocks."""
 
-    def __init__(self, client: Any, before: Callable[[], None]) -> None:
+    def __init__(self, client: Any, before: Callable[[], object], ending: str = "multi_buffers") -> None:
         self._client = client
         self._before = before
+        self._ending = ending
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
-        if not name.endswith("multi_buffers"):
+        if not name.endswith(self._ending):
             return method
 
         def call(*arguments: Any) -> Any:
@@ -480,6 +481,19 @@ def test_too_many_calls_that_hang_shut_the_store_off(
     gate.set()
     driver.finish(first)
     wait_until_it_works(driver)
+    driver.close()
+
+
+def test_a_look_up_that_hangs_keeps_the_client(lying: tuple[MooncakeMaster, Any]) -> None:
+    driver = open_driver(lying[0], {**PATIENT, "lookup_timeout_s": 0.3})
+    gate = threading.Event()
+    store = store_of(driver)
+    store._client = Client(store._client, lambda: gate.wait(GIVE_UP_S), "batch_is_exist")
+    tier_of(driver)._threads._asking_line.close()
+    assert driver.lookup(make_keys(2, "unknown")) == [Residency.ABSENT] * 2
+    wait_until_down(driver)
+    assert not driver.tier.close()
+    gate.set()
     driver.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -16,8 +17,9 @@ import pytest
 from kvtier.interfaces import Residency
 from kvtier.keys import OffloadKey
 from kvtier.testing import TierDriver, make_keys
-from kvtier.tiers.shared import SharedTier
-from s3_harness import S3Server, drive, make_tier, unique_prefix
+from kvtier.tiers.shared import S3Store, SharedTier
+from kvtier.tiers.shared.envelope import Identity
+from s3_harness import NAMESPACE, AnsweringProxy, S3Server, drive, make_tier, unique_prefix
 from valkey_harness import SlowProxy, wait_until
 
 SLOT_BYTES = 256 << 10
@@ -147,14 +149,19 @@ def test_frozen_is_down_until_it_thaws(s3_server: S3Server, prefix: str) -> None
 
 @pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
 def test_closes_while_the_server_is_frozen(s3_server: S3Server, prefix: str, is_store: bool) -> None:
+    proxy = AnsweringProxy(s3_server.port)
     settings = {**PATIENT, "transfer_timeout_s": 1000.0, "lookup_timeout_s": 1000.0}
-    driver = drive(make_tier(s3_server.config(prefix), settings), 32, SLOT_BYTES)
+    driver = drive(make_tier(s3_server.config(prefix, proxy.port), settings), 32, SLOT_BYTES)
     keys = make_keys(24)
     if not is_store:
         store_all(driver, keys)
     s3_server.freeze()
     try:
+        proxy.answer = lambda method, path, headers: (404, b"") if method == "HEAD" else None
+        num_seen = len(proxy.seen)
         job = driver.submit_store(keys) if is_store else driver.submit_load(keys)
+        kind = "PUT" if is_store else "GET"
+        wait_until(driver, lambda: kind in [method for method, _ in proxy.seen[num_seen:]], "nothing is moved")
         assert driver.tier.close(), "nothing may keep the pool mapped: what runs is broken off"
         assert not driver.finish(job).success
         memory = weakref.ref(driver.pool.base)
@@ -163,6 +170,7 @@ def test_closes_while_the_server_is_frozen(s3_server: S3Server, prefix: str, is_
         assert memory() is None, "somebody holds slots still"
     finally:
         s3_server.thaw()
+        proxy.stop()
 
 
 # -- the server is slow ----------------------------------------------------------------------------------------
@@ -183,19 +191,34 @@ def test_slow_costs_misses_and_no_more_than_its_time(s3_server: S3Server, proxy:
     driver.close()
 
 
+@pytest.mark.slow
 def test_look_ups_that_there_is_no_time_for_are_not_there_and_the_others_count(
     s3_server: S3Server, proxy: SlowProxy, prefix: str
 ) -> None:
-    keys = make_keys(2000)
+    keys = make_keys(4000)
     patient = drive(make_tier(s3_server.config(prefix), dict(PATIENT)))
     store_all(patient, keys[:8])
     patient.close()
-    proxy.bytes_per_s = 10e3
-    driver = drive(make_tier(s3_server.config(prefix, proxy.port), {**PATIENT, "lookup_timeout_s": 1.5}))
-    ready = driver.ready(keys)
-    assert ready == keys[:8], "the first of a prompt are asked for first"
-    assert not tier_of(driver).down_reason, "it answers"
+    proxy.bytes_per_s = 3e3  # of each of its connections: some 500 look-ups a second
+    connection = S3Store(s3_server.config(prefix, proxy.port)).connect(time.monotonic() + 30.0)
+    deadline_s = time.monotonic() + 4.0
+    there = connection.lookup(Identity(NAMESPACE, 0), keys, 4096, deadline_s)
+    assert time.monotonic() < deadline_s, "what comes after it is of no use: the tier waits no longer"
+    assert there == [True] * 8 + [False] * 3992, "the first of a prompt are asked for first"
+    connection.close()
+
+
+@pytest.mark.slow
+def test_what_is_far_too_large_is_not_read(s3_server: S3Server, proxy: SlowProxy, prefix: str) -> None:
+    driver = drive(make_tier(s3_server.config(prefix, proxy.port), dict(PATIENT)), 32, SLOT_BYTES)
+    keys = make_keys(2)
+    store_all(driver, keys)
+    (name,) = (name for name in s3_server.names(prefix) if name.endswith(keys[0].hex()))
+    s3_server.client(prefix).put(name, bytes(64 << 20), use_multipart=False)
+    passed = proxy.passed_bytes
+    assert check_loads(driver, keys) == [False, True]
     driver.close()
+    assert proxy.passed_bytes - passed < 32 << 20, "but for what was on its way already"
 
 
 # -- the engine has a loop of its own --------------------------------------------------------------------------
@@ -204,6 +227,7 @@ def test_look_ups_that_there_is_no_time_for_are_not_there_and_the_others_count(
 def test_attached_on_a_thread_on_which_a_loop_runs(s3_server: S3Server, prefix: str) -> None:
     async def use() -> list[bool]:
         driver = drive(make_tier(s3_server.config(prefix), dict(PATIENT)))
+        assert not tier_of(driver).down_reason
         store_all(driver, make_keys(3))
         loaded = check_loads(driver, make_keys(3))
         driver.close()

@@ -37,6 +37,7 @@ class FakeStore:
 
     medium = "FAKE"
     place = "fake://"
+    supports_compression = False
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[Identity, OffloadKey], bytes] = {}

@@ -23,7 +23,7 @@ from kvtier.manager.pace import PROBE_EVERY_S
 from kvtier.tier_interfaces import TierOutcome
 from kvtier.tiers.memory import MemoryEpochStore, MemoryTier
 
-SLOT_BYTES = 64
+SLOT_BYTES = 128
 
 
 def keys_of(name: str, count: int) -> list[OffloadKey]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import socket
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from namespace_process import Lines
 from test_vllm_settings import build_connector
 from vllm_harness import BLOCK, connector_arguments, engine_arguments, prepare_process
+
+from kvtier.cli.main import run
 
 NUM_LAYERS = 3
 
@@ -46,6 +50,7 @@ def test_what_does_not_change_the_bytes_does_not_change_the_identity(dense, usua
     shutil.copytree(dense, copy)
     assert identity(copy) == usual
     assert identity(dense, num_blocks=60, max_num_seqs=8, max_model_len=640, seed=7) == usual
+    assert identity(dense, enable_lora=True, max_loras=4) == identity(dense, enable_lora=True, max_cpu_loras=8)
 
 
 def test_everything_that_changes_the_bytes_changes_the_identity(dense, usual, tmp_path, monkeypatch):
@@ -62,6 +67,8 @@ def test_everything_that_changes_the_bytes_changes_the_identity(dense, usual, tm
         identity(dense, dtype="bfloat16"),
         identity(dense, kv_heads=4),
         identity(dense, prefix_caching_hash_algo="sha256_cbor"),
+        identity(dense, enable_lora=True),
+        identity(dense, enable_lora=True, max_lora_rank=32),
         identity(dense, hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
         identity(dense, tensor_parallel_size=2, distributed_executor_backend="mp"),
     ]
@@ -87,15 +94,14 @@ def test_where_nobody_could_tell_there_is_no_identity(dense, monkeypatch):
     cases = {
         "load_format 'dummy'": {"load_format": "dummy"},
         "PYTHONHASHSEED": {"prefix_caching_hash_algo": "xxhash"},
-        "LoRA": {"enable_lora": True},
     }
     for words, changes in cases.items():
         with pytest.raises(NoIdentityError, match=words) as refusal:
             identity(dense, **changes)
         assert "\n" not in str(refusal.value)
-    assert identity(dense, weights_id="mine", load_format="dummy")["weights"] == ["id", "mine"]
+    assert identity(dense, weights_id="mine", load_format="dummy")["weights"] == {"id": "mine"}
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert identity(dense, prefix_caching_hash_algo="xxhash")["hash"] == ["xxhash", "7"]
+    assert identity(dense, prefix_caching_hash_algo="xxhash")["hash"] == {"algorithm": "xxhash", "seed": "7"}
 
 
 def test_a_model_by_its_name_is_looked_up_on_this_machine_only(dense):
@@ -174,11 +180,62 @@ def test_an_engine_that_is_to_be_given_other_weights_says_so(dense, tmp_path, mo
     told: list[bool] = []
     build_stack = spec.build_stack
 
-    def note(config, pool, identity, enable_events):
+    def note(config, pool, identity, *rest):
         told.append(identity.weights_may_change)
-        return build_stack(config, pool, identity, enable_events)
+        return build_stack(config, pool, identity, *rest)
 
     monkeypatch.setattr(spec, "build_stack", note)
     build_connector(dense, disk_in(tmp_path))
     build_connector(dense, disk_in(tmp_path), weight_transfer_config=WeightTransferConfig(backend="ipc"))
     assert told == [False, True]
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What kvtier has logged, from level INFO on."""
+    prepare_process()
+    import kvtier.adapters.vllm  # sets its level when it is first imported
+
+    assert kvtier.adapters.vllm
+    handler, logger = Lines(), logging.getLogger("kvtier")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()
+    yield handler
+    logger.manager._clear_cache()
+
+
+def test_an_engine_says_what_its_namespace_is_made_of(dense, tmp_path, log, capsys):
+    build_connector(dense, disk_in(tmp_path / "kv"))
+    source = tmp_path / "vllm.log"
+    source.write_text(log.text)
+    capsys.readouterr()
+    assert run(["doctor", str(source), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (cache,) = (tmp_path / "kv").glob("cache-*")
+    assert said["namespace"].startswith(cache.name.removeprefix("cache-"))
+    assert said["fields"].items() >= identity(dense).items()
+    assert said["tiers"] == ["disk"]
+
+
+def test_an_engine_says_why_it_has_none(dense, tmp_path, log, capsys):
+    build_connector(dense, disk_in(tmp_path / "kv"), load_format="dummy")
+    source = tmp_path / "vllm.log"
+    source.write_text(log.text)
+    assert run(["doctor", str(source)]) == 1
+    assert "load_format 'dummy'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("why", ["load_format 'dummy'", "weight_transfer_config"])
+def test_ram_does_not_outlive_an_engine_whose_weights_nobody_knows(dense, tmp_path, caplog, monkeypatch, why):
+    from vllm.config import WeightTransferConfig
+
+    monkeypatch.setattr(logging.getLogger("kvtier"), "propagate", True)
+    settings = {"ram": "1MiB", "pool_dir": str(tmp_path), "ram_persist": "test"}
+    changes = {"load_format": "dummy"} if "dummy" in why else {"weight_transfer_config": WeightTransferConfig("ipc")}
+    with caplog.at_level(logging.WARNING), caplog.at_level(logging.WARNING, logger="kvtier"):
+        build_connector(dense, settings, **changes)
+    assert list(tmp_path.iterdir()) == []
+    (line,) = {record.getMessage() for record in caplog.records if "kvtier" in record.getMessage()}
+    assert line.startswith("kvtier: nothing in RAM will outlive this process:")
+    assert why in line

@@ -12,6 +12,7 @@ import pytest
 from driven_process import DrivenProcess, wait_until
 from vllm_harness import BLOCK, PATIENCE_S, Engine, Prompts
 
+from mooncake_harness import MooncakeMaster, SegmentOwner
 from s3_harness import BUCKET, S3Server
 from valkey_harness import ValkeyServer
 
@@ -71,7 +72,21 @@ class S3:
         return len(self._server.names("shared"))
 
 
-STORES: dict[str, Callable[[Path], SharedStore]] = {"valkey": Valkey, "s3": S3}
+class Mooncake:
+    name = "mooncake"
+
+    def __init__(self, folder: Path) -> None:
+        self._master = MooncakeMaster()
+        self._owner = SegmentOwner(self._master)
+        self.url = f"mooncake://127.0.0.1:{self._master.port}?{UNHURRIED}"
+        self.kill, self.start, self.num_blocks = self._master.kill, self._master.start, self._master.num_objects
+
+    def stop(self) -> None:
+        self._owner.kill()
+        self._master.stop()
+
+
+STORES: dict[str, Callable[[Path], SharedStore]] = {"valkey": Valkey, "s3": S3, "mooncake": Mooncake}
 
 
 @pytest.fixture(scope="module", params=STORES)
@@ -192,30 +207,48 @@ def test_a_fresh_process_finds_what_an_engine_that_has_stopped_computed(expected
     assert other.counter("stored_blocks") == 0
 
 
-def test_two_engines_at_once_find_each_others_blocks(expected, store, first, start_other):
-    one, two = first.start(), start_other()
-    mine, theirs = new_prompt(LENGTH), new_prompt(LENGTH)
-    (right,), (right_too,) = expected([mine]), expected([theirs])
-    unseen = {"kvtier.no_store": True}  # else the second look would be into its own RAM
-    for _ in range(2):
-        assert two.ask(mine, unseen) == (right, 0)
-        two.forget()
-    assert one.ask(mine).tokens == right
+UNSEEN = {"kvtier.no_store": True}
+"""Of a request that is to leave nothing in its engine's RAM."""
+
+
+def find_soon(ask: Callable[[], tuple[list[int], int]], right: list[int]) -> None:
+    """What has just been stored elsewhere is found by whoever asks `SEEN_WITHIN_S` later, at the latest."""
     stored_s = time.monotonic()
     while True:
         asked_s = time.monotonic()
-        tokens, num_found = two.ask(mine, unseen)
-        two.forget()
+        tokens, num_found = ask()
         assert tokens == right
         if num_found == IN_BLOCKS:
-            break
+            return
         assert asked_s - stored_s < SEEN_WITHIN_S
 
+
+def test_two_engines_at_once_find_each_others_blocks(expected, store, first, start_other):
+    one, two = first.start(), start_other()
+
+    def ask_one(prompt: list[int]) -> tuple[list[int], int]:
+        one.forget()
+        ask = one.submit(prompt, extra_args={"kv_transfer_params": UNSEEN})
+        one.finish(ask)
+        one.drain()
+        return ask.tokens, ask.num_cached // BLOCK
+
+    def ask_two(prompt: list[int]) -> tuple[list[int], int]:
+        two.forget()
+        return two.ask(prompt, UNSEEN)
+
+    prompts = [new_prompt(LENGTH) for _ in range(2)]
+    right = expected(prompts)
+    for _ in range(2):
+        assert [ask_one(prompts[0]), ask_two(prompts[1])] == [(right[0], 0), (right[1], 0)]
+    assert one.ask_afresh(prompts[1]).tokens == right[1]
+    find_soon(lambda: ask_two(prompts[1]), right[1])
+
     num_blocks = store.num_blocks()
-    assert two.ask(theirs) == (right_too, 0)
-    wait_until(lambda: store.num_blocks() == num_blocks + IN_BLOCKS, "the other engine has stored it")
-    ask = one.ask(theirs)
-    assert (ask.tokens, ask.num_cached) == (right_too, IN_BLOCKS * BLOCK)
+    two.forget()
+    assert two.ask(prompts[0]) == (right[0], 0)
+    wait_until(lambda: store.num_blocks() == num_blocks + IN_BLOCKS, "the other engine stores it")
+    find_soon(lambda: ask_one(prompts[0]), right[0])
 
 
 def test_a_store_that_is_killed_under_an_engine_costs_hits_and_nothing_else(expected, store, first, start_other):
@@ -250,6 +283,24 @@ def test_a_store_that_is_killed_under_an_engine_costs_hits_and_nothing_else(expe
         if ask.num_cached == IN_BLOCKS * BLOCK:
             break
         assert time.monotonic() < give_up_at_s, "what is stored after the store is back is not found"
+
+
+def test_a_model_with_several_kv_groups(hybrid, plain, _shelf, tmp_path, request):  # noqa: PT019 (it is used)
+    store = Valkey(tmp_path)
+    request.addfinalizer(store.stop)
+    engines = FirstEngine(_shelf, hybrid, {**settings_of(store), "ram": "16MiB"})
+    request.addfinalizer(engines.stop)
+    prompts = [new_prompt(LENGTH) for _ in range(4)]
+    right = plain(hybrid).answers(prompts)
+    engine = engines.start()
+    assert [engine.ask(prompt).tokens for prompt in prompts] == right
+    engines.stop()
+    engine = engines.start()
+    asks = [engine.ask(prompt) for prompt in prompts]
+    assert [ask.tokens for ask in asks] == right
+    assert [ask.num_cached for ask in asks] == [IN_BLOCKS * BLOCK] * 4
+    (stats,) = engine.core.tier_stats()
+    assert stats.counters["loaded_blocks"] >= 4 * IN_BLOCKS
 
 
 def test_vllm_hears_where_blocks_are():

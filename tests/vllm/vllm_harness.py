@@ -223,7 +223,9 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------------------
 
-    def submit(self, prompt: list[int], max_tokens: int = 4, salt: str | None = None, **sampling: Any) -> Ask:
+    def submit(
+        self, prompt: list[int], max_tokens: int = 4, salt: str | None = None, adapter: Any = None, **sampling: Any
+    ) -> Ask:
         """Hands a request in; nothing is computed before the next step."""
         from vllm import SamplingParams
 
@@ -234,24 +236,24 @@ class Engine:
         if salt is not None:
             engine_prompt["cache_salt"] = salt
         parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **sampling)
-        self.llm.add_request(request_id, engine_prompt, parameters)
+        self.llm.add_request(request_id, engine_prompt, parameters, lora_request=adapter)
         return ask
 
     def abort(self, ask: Ask) -> None:
         request_id = next(request_id for request_id, known in self._asks.items() if known is ask)
         self.llm.abort_request([request_id])
 
-    def ask(self, prompt: list[int], max_tokens: int = 4, salt: str | None = None) -> Ask:
-        """One request from its submission to the end of everything that it caused."""
-        ask = self.submit(prompt, max_tokens, salt)
+    def ask(self, prompt: list[int], max_tokens: int = 4, salt: str | None = None, adapter: Any = None) -> Ask:
+        """One request from its submission to the end of everything that it caused. `adapter` is vLLM's LoRARequest."""
+        ask = self.submit(prompt, max_tokens, salt, adapter)
         self.finish(ask)
         self.drain()
         return ask
 
-    def ask_afresh(self, prompt: list[int], max_tokens: int = 4, salt: str | None = None) -> Ask:
+    def ask_afresh(self, prompt: list[int], max_tokens: int = 4, salt: str | None = None, adapter: Any = None) -> Ask:
         """As `ask`, after the engine has lost its own cache: what is not computed comes from kvtier."""
         self.forget()
-        return self.ask(prompt, max_tokens, salt)
+        return self.ask(prompt, max_tokens, salt, adapter)
 
     def step(self) -> None:
         outputs = self.llm.step()

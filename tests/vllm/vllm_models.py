@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,23 @@ def make_hybrid_model(folder: Path) -> Path:
         pad_token_id=None,
     )
     return _save(Gemma3ForCausalLM, config, folder)
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter of the dense model, in `folder` (made, or overwritten), that changes every K and V."""
+    import torch
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(seed)
+    modules = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
+    tensors = {}
+    for layer in range(3):
+        for module, size in modules.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, 128, generator=random) * 0.3
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(size, 8, generator=random) * 0.3
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(modules), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier import __version__
-from kvtier.cli import disk, plan, replay, trace
+from kvtier.cli import disk, doctor, plan, replay, trace
 from kvtier.cli.options import examples
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.policy import POLICIES
@@ -244,6 +244,7 @@ def simulate(
 
 app.command(epilog=examples(*replay.EXAMPLES))(replay.replay)
 app.command(epilog=examples(*plan.EXAMPLES))(plan.plan)
+app.command(epilog=examples(*doctor.EXAMPLES))(doctor.doctor)
 app.add_typer(trace.app, name="trace")
 
 

@@ -33,14 +33,16 @@ from kvtier.runtime import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvtier.sim.replay import Cell, ReplaySettings
-    from kvtier.sim.tier import TierModel
+    from kvtier.sim.tier import CompressionModel, TierModel
     from kvtier.sim.traces import Trace
+    from kvtier.sim.transport import LinkSpeed
 
 EXAMPLES = (
     "kvtier replay conversation_trace.jsonl",
     f"kvtier replay conversation_trace.jsonl --policy lru,{DEFAULT_POLICY},min --ram 1%,5%,20% --html report.html",
     "kvtier replay trace.jsonl.xz --model Qwen3-8B/config.json --ram 64GiB,256GiB --prefill-rate 30000",
     "kvtier replay trace.jsonl --ram 2% --disk 50% --disk-gb-per-s 3.5,1.2",
+    "kvtier replay trace.jsonl --ram 2% --disk 100% --disk-gb-per-s 0.125 --disk-compression auto",
     "kvtier replay trace.jsonl --untimed --json",
 )
 
@@ -72,6 +74,17 @@ def replay(
         str, typer.Option(help="Speed of reads from the disk, or of reads and writes, by comma, in GB/s.")
     ] = "3,1.5",
     disk_latency_ms: Annotated[float, typer.Option(min=0, help="Time before a block from or to the disk moves.")] = 0.2,
+    disk_compression: Annotated[
+        str,
+        typer.Option(help="Blocks on their way to and from the disk, or what is behind a slow link: off, auto, on."),
+    ] = "off",
+    disk_codec: Annotated[
+        str | None,
+        typer.Option(
+            help='"RATIO,GB/S,GB/S": how much smaller, compressed and decompressed how quickly.',
+            show_default="1.45,1.5,2, as measured on bf16",
+        ),
+    ] = None,
     deadline_s: Annotated[float, typer.Option(min=0, help="How long a request waits for a block on its way.")] = 5.0,
     engine_cache: Annotated[
         str | None,
@@ -104,6 +117,7 @@ def replay(
             raise ConfigurationError(f"{name} is {value:g}; expected more than 0")
     loaded = load_trace(trace, block_tokens=block_tokens, skip_bad=skip_bad, full_blocks=full_blocks, first=first)
     block_bytes = token_bytes(model, bytes_per_token, kv_dtype) * loaded.block_tokens
+    codec = compression_model(disk_compression, disk_codec)
     speed = LinkSpeed(ram_latency_ms / 1000, ram_gb_per_s * 1e9)
     unique = loaded.num_unique_blocks
     settings = replaying.ReplaySettings(
@@ -115,7 +129,7 @@ def replay(
             load_speed=speed,
             store_speed=speed,
             deadline_s=deadline_s,
-            lower_tiers=disk_tier(disk, disk_gb_per_s, disk_latency_ms / 1000, unique, block_bytes),
+            lower_tiers=disk_tier(disk, speeds_of(disk_gb_per_s, disk_latency_ms / 1000), unique, block_bytes, codec),
         ),
         timed=not untimed,
         chunk_blocks=chunk_blocks,
@@ -135,24 +149,58 @@ def replay(
         print_table(loaded, settings, cells, html)
 
 
+def compression_model(mode: str, codec: str | None) -> CompressionModel | None:
+    """How blocks are compressed, if they are. Raises ConfigurationError for what cannot be."""
+    from kvtier.sim.tier import CompressionModel
+    from kvtier.tiers.shared.compressor import MODES
+
+    if mode not in MODES:
+        raise ConfigurationError(f"--disk-compression is {mode!r}; allowed: {', '.join(MODES)}")
+    if codec is None:
+        return None if mode == "off" else CompressionModel(mode)
+    numbers = _numbers(codec, "--disk-codec")
+    if len(numbers) != 3 or not all(number > 0 for number in numbers) or numbers[0] < 1:
+        raise ConfigurationError(
+            f'--disk-codec is {codec!r}; allowed: a ratio of 1 or more and two speeds above 0, as in "1.45,1.5,2"'
+        )
+    if mode == "off":
+        raise ConfigurationError("--disk-codec needs --disk-compression auto, or on")
+    return CompressionModel(mode, numbers[0], numbers[1] * 1e9, numbers[2] * 1e9)
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    """By comma; empty where any is none."""
+    try:
+        return [float(part) for part in split(text, option)]
+    except ValueError:
+        return []
+
+
+def speeds_of(gb_per_s: str, latency_s: float) -> tuple[LinkSpeed, LinkSpeed]:
+    """Of reads and of writes. Raises ConfigurationError for a speed that is none."""
+    from kvtier.sim.transport import LinkSpeed
+
+    speeds = _numbers(gb_per_s, "--disk-gb-per-s")
+    if len(speeds) not in (1, 2) or not all(speed > 0 for speed in speeds):
+        raise ConfigurationError(f'--disk-gb-per-s is {gb_per_s!r}; allowed: one or two speeds above 0, as in "3,1.5"')
+    return LinkSpeed(latency_s, speeds[0] * 1e9), LinkSpeed(latency_s, speeds[-1] * 1e9)
+
+
 def disk_tier(
-    size: str | None, gb_per_s: str, latency_s: float, unique_blocks: int, block_bytes: int
+    size: str | None,
+    speeds: tuple[LinkSpeed, LinkSpeed],
+    unique_blocks: int,
+    block_bytes: int,
+    compression: CompressionModel | None,
 ) -> tuple[TierModel, ...]:
-    """The disk tier that was asked for, if any. Raises ConfigurationError for a speed that is none."""
+    """The disk tier that was asked for, if any."""
     from kvtier.sim.sizes import parse_capacity
     from kvtier.sim.tier import TierModel
-    from kvtier.sim.transport import LinkSpeed
 
     if size is None:
         return ()
-    try:
-        speeds = [float(text) for text in split(gb_per_s, "--disk-gb-per-s")]
-    except ValueError:
-        speeds = []
-    if len(speeds) not in (1, 2) or not all(speed > 0 for speed in speeds):
-        raise ConfigurationError(f'--disk-gb-per-s is {gb_per_s!r}; allowed: one or two speeds above 0, as in "3,1.5"')
-    load, store = (LinkSpeed(latency_s, speed * 1e9) for speed in (speeds[0], speeds[-1]))
-    return (TierModel("DISK", parse_capacity(size, unique_blocks, block_bytes, "--disk"), load, store),)
+    capacity_blocks = parse_capacity(size, unique_blocks, block_bytes, "--disk")
+    return (TierModel("DISK", capacity_blocks, *speeds, compression=compression),)
 
 
 def check_combination(settings: ReplaySettings) -> None:

@@ -38,6 +38,8 @@ class BlockIndex:
         self.num_slots = num_slots
         self.ready: dict[OffloadKey, int] = {}
         self.in_flight: dict[OffloadKey, int] = {}
+        self.restored: dict[OffloadKey, int] = {}
+        """Blocks of an earlier process that nobody has checked yet."""
         self.condemned: dict[int, CondemnedSlot] = {}
         self.pins: dict[OffloadKey, int] = {}
         """Number of loads of each visible, pinned key; a key without loads is not in here."""
@@ -48,9 +50,17 @@ class BlockIndex:
         self._freed: list[int] = []
         self._num_never_used = num_slots
         # the edges of the state machine, resolved once to the containers at their ends
-        blocks = {SlotState.IN_FLIGHT: self.in_flight, SlotState.READY: self.ready}
+        blocks = {
+            SlotState.IN_FLIGHT: self.in_flight,
+            SlotState.READY: self.ready,
+            SlotState.RESTORED: self.restored,
+        }
         self._allocate_to = blocks[TRANSITIONS[SlotEvent.ALLOCATE][1]]
         self._restore_to = blocks[TRANSITIONS[SlotEvent.RESTORE][1]]
+        self._recall_to = blocks[TRANSITIONS[SlotEvent.RECALL][1]]
+        self._check_from = blocks[TRANSITIONS[SlotEvent.CHECK][0]]
+        self._check_to = blocks[TRANSITIONS[SlotEvent.CHECK][1]]
+        self._forget_from = blocks[TRANSITIONS[SlotEvent.FORGET][0]]
         self._publish_from = blocks[TRANSITIONS[SlotEvent.PUBLISH][0]]
         self._publish_to = blocks[TRANSITIONS[SlotEvent.PUBLISH][1]]
         self._abandon_from = blocks[TRANSITIONS[SlotEvent.ABANDON][0]]
@@ -69,7 +79,9 @@ class BlockIndex:
         """The visible state of `key`, or None. O(1)."""
         if key in self.ready:
             return SlotState.READY
-        return SlotState.IN_FLIGHT if key in self.in_flight else None
+        if key in self.in_flight:
+            return SlotState.IN_FLIGHT
+        return SlotState.RESTORED if key in self.restored else None
 
     def condemned_slots(self, key: OffloadKey) -> Sequence[int]:
         """The condemned slots that once held `key`, oldest first. The caller does not change it."""
@@ -107,10 +119,31 @@ class BlockIndex:
         The slots that are left are handed out in ascending order.
         """
         self._restore_to.update(blocks)
+        self._take_all_but(blocks)
+
+    def recall(self, blocks: dict[OffloadKey, int]) -> None:
+        """FREE -> RESTORED, otherwise as `restore`."""
+        self._recall_to.update(blocks)
+        self._take_all_but(blocks)
+
+    def _take_all_but(self, blocks: dict[OffloadKey, int]) -> None:
         free = np.ones(self.num_slots, bool)
         free[np.fromiter(blocks.values(), np.int64, len(blocks))] = False
         self._freed = np.flatnonzero(free)[::-1].tolist()
         self._num_never_used = 0
+
+    def check(self, keys: Sequence[OffloadKey]) -> tuple[list[int], int]:
+        """RESTORED -> IN_FLIGHT: whoever checks these blocks is their writer.
+
+        Returns the slots in the order of `keys`, and their new generation; the caller owns the list.
+        """
+        slots = list(map(self._check_from.pop, keys))
+        self.num_allocations += 1
+        generation = self.num_allocations
+        for slot in slots:
+            self.generations[slot] = generation
+        self._check_to.update(zip(keys, slots, strict=True))
+        return slots, generation
 
     def publish(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """IN_FLIGHT -> READY: the bytes are there. Keys that are not in flight are passed over.
@@ -136,7 +169,13 @@ class BlockIndex:
         self._freed += map(self._abandon_from.pop, keys)
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
-        """READY -> FREE, for unpinned keys."""
+        """READY -> FREE, for unpinned keys; RESTORED -> FREE too."""
+        if self.restored:
+            unchecked = [key for key in keys if key in self.restored]
+            self._freed += map(self._forget_from.pop, unchecked)
+            if unchecked:
+                gone = set(unchecked)
+                keys = [key for key in keys if key not in gone]
         self._freed += map(self._drop_from.pop, keys)
 
     def condemn_writes(self, keys: Collection[OffloadKey]) -> None:
@@ -221,6 +260,7 @@ class BlockIndex:
         never_used = range(self.num_slots - self._num_never_used, self.num_slots)
         holders = Counter(self.ready.values())
         holders.update(self.in_flight.values())
+        holders.update(self.restored.values())
         holders.update(list(self.condemned))
         holders.update(self._freed)
         holders.update(never_used)
@@ -228,8 +268,9 @@ class BlockIndex:
             wrong = {slot: count for slot, count in holders.items() if count != 1}
             missing = set(range(self.num_slots)) - set(holders)
             raise InvariantError(f"slots are not a partition: held twice {wrong}, by nobody {missing}")
-        if both := self.ready.keys() & self.in_flight.keys():
-            raise InvariantError(f"visible twice: {[key.hex() for key in both]}")
+        visible = Counter([*self.ready, *self.in_flight, *self.restored])
+        if both := [key.hex() for key, count in visible.items() if count > 1]:
+            raise InvariantError(f"visible twice: {both}")
         if bad := [key.hex() for key, count in self.pins.items() if count < 1 or key not in self.ready]:
             raise InvariantError(f"pins on keys that are not ready, or below one: {bad}")
         for slot, entry in self.condemned.items():

@@ -18,6 +18,8 @@ class SlotState(enum.Enum):
     """A store writes it; its key is visible as on its way."""
     READY = "ready"
     """Its key can be loaded; loads pin it."""
+    RESTORED = "restored"
+    """An earlier process left a block in it; its bytes have not been checked yet, so nobody may have them."""
     CONDEMNED = "condemned"
     """Invisible, and not to be handed out while a reader or writer is still at it."""
 
@@ -28,11 +30,17 @@ class SlotEvent(enum.Enum):
     ALLOCATE = "allocate"
     """A store begins."""
     RESTORE = "restore"
-    """A block that an earlier process stored is found again."""
+    """A block that an earlier process stored is found again; whoever loads it checks it."""
+    RECALL = "recall"
+    """As RESTORE, where the bytes must be checked before anybody may have them."""
+    CHECK = "check"
+    """The check of a recalled block begins: until it ends, its bytes are as good as on their way."""
+    FORGET = "forget"
+    """A recalled block leaves without ever having been checked."""
     PUBLISH = "publish"
-    """The write is complete."""
+    """The write is complete, or the check has found the block intact."""
     ABANDON = "abandon"
-    """The write failed, and its writer is done."""
+    """The write failed, and its writer is done; or the check has found another block's bytes."""
     DROP = "drop"
     """An unpinned block leaves: evicted, reset, or found bad."""
     CONDEMN_WRITE = "condemn write"
@@ -46,6 +54,9 @@ class SlotEvent(enum.Enum):
 TRANSITIONS: dict[SlotEvent, tuple[SlotState, SlotState]] = {
     SlotEvent.ALLOCATE: (SlotState.FREE, SlotState.IN_FLIGHT),
     SlotEvent.RESTORE: (SlotState.FREE, SlotState.READY),
+    SlotEvent.RECALL: (SlotState.FREE, SlotState.RESTORED),
+    SlotEvent.CHECK: (SlotState.RESTORED, SlotState.IN_FLIGHT),
+    SlotEvent.FORGET: (SlotState.RESTORED, SlotState.FREE),
     SlotEvent.PUBLISH: (SlotState.IN_FLIGHT, SlotState.READY),
     SlotEvent.ABANDON: (SlotState.IN_FLIGHT, SlotState.FREE),
     SlotEvent.DROP: (SlotState.READY, SlotState.FREE),

@@ -4,6 +4,7 @@ from kvtier.manager.breaker import CircuitBreaker, Transfer
 from kvtier.manager.cpu import CPUOffloadingManager
 from kvtier.manager.driver import LoadPlan, RequestDriver, StorePlan
 from kvtier.manager.jobs import JobTable, TransferRecord
+from kvtier.manager.persisted import PersistedOffloadingManager
 from kvtier.manager.promotions import TieringLimits
 from kvtier.manager.reuse_filter import FilterReusedOffloadingManager, ReuseFilter
 from kvtier.manager.tiered import TieredOffloadingManager
@@ -15,6 +16,7 @@ __all__ = [
     "FilterReusedOffloadingManager",
     "JobTable",
     "LoadPlan",
+    "PersistedOffloadingManager",
     "PrefillRate",
     "RequestDriver",
     "ReuseFilter",

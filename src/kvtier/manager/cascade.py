@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import filterfalse, islice
 
 from kvtier.errors import ConfigurationError
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, is_private
 
 STEP_BLOCKS = 256
 """Looked at in one step at most, so that a step stays short however much has been stored."""
@@ -51,8 +51,8 @@ class CascadeQueue:
         return len(self._keys)
 
     def add(self, keys: Iterable[OffloadKey]) -> None:
-        """These should go down, after those that wait already."""
-        self._keys.update(dict.fromkeys(keys))
+        """These should go down, after those that wait already; the private ones among them never do."""
+        self._keys.update(dict.fromkeys(filterfalse(is_private, keys)))
         excess = len(self._keys) - self._max_keys
         if excess > 0:
             self._forget(list(islice(self._keys, excess)))

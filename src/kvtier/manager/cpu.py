@@ -217,7 +217,7 @@ class CPUOffloadingManager(SingleTierQueries):
         if self.breaker is not None:
             self.breaker.advance(now_s)
         if self._cost.recompute_blocks_per_s is not None:
-            self._cost.observe(now_s, self._counters["stored_blocks"], bool(self._in_flight))
+            self._cost.observe(now_s, self._num_arrived, bool(self._in_flight))
         if not self._in_flight:
             self._ages.forget()
         elif last_overdue := self._ages.last_overdue(now_s):
@@ -226,10 +226,10 @@ class CPUOffloadingManager(SingleTierQueries):
     # -- whole cache -----------------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        removed = list(self._ready)
+        removed = [*self._ready, *self._index.restored]
         self._index.condemn_writes(list(self._in_flight))
         self._index.condemn_reads(list(self._index.pins))
-        self._index.drop(list(self._ready))
+        self._index.drop([*self._ready, *self._index.restored])
         self._index.renew_free_order()
         self._order.clear()
         self._counters["resets"] += 1
@@ -237,7 +237,7 @@ class CPUOffloadingManager(SingleTierQueries):
 
     def check_invariants(self) -> None:
         self._index.check_invariants()
-        resident = self._ready.keys() | self._in_flight.keys()
+        resident = self._ready.keys() | self._in_flight.keys() | self._index.restored.keys()
         held = list(self.policy)
         if len(held) != len(self.policy) or len(held) != len(resident) or set(held) != resident:
             difference = [key.hex() for key in resident.symmetric_difference(held)]
@@ -263,13 +263,18 @@ class CPUOffloadingManager(SingleTierQueries):
         For a manager that writes them down meanwhile: nobody else finds them any more. O(count) at best.
         """
         index = self._index
-        count = min(count, len(self._ready) - len(index.pins))
-        victims = (self.policy.evict(count, (index.pins, index.in_flight)) or []) if count > 0 else []
+        victims = self._early_victims(count)
         spec = self.prepare_load(victims, req_context)
         index.condemn_reads(victims)
         self._counters["evicted_blocks"] += len(victims)
         self._emit(victims, removed=True)
         return spec
+
+    def _early_victims(self, count: int) -> list[OffloadKey]:
+        """Up to `count` ready blocks that the policy has just let go of."""
+        index = self._index
+        count = min(count, len(self._ready) - len(index.pins))
+        return (self.policy.evict(count, (index.pins, index.in_flight)) or []) if count > 0 else []
 
     def ready_keys(self) -> list[OffloadKey]:
         """Every block that can be loaded, oldest store first. The caller owns the list. O(capacity)."""

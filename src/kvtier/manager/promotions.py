@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import ConfigurationError
 from kvtier.interfaces import ReqContext, Residency
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, is_private
 from kvtier.manager.cpu import CPUOffloadingManager
 from kvtier.manager.pace import PROBE_BLOCKS, TierPace
 from kvtier.manager.tier_transfers import TierTransfers
@@ -95,6 +95,8 @@ class PromotionPlanner:
 
     def residency(self, key: OffloadKey) -> tuple[Residency, int]:
         """What the first lower tier says that knows something of the block, and its number. O(tiers)."""
+        if is_private(key):
+            return _ABSENT, -1
         for number, pace in enumerate(self._paces):
             if pace.is_usable and (found := pace.tier.lookup((key,))[0]) is not _ABSENT:
                 return (_ARRIVING if found is _READY else found), number

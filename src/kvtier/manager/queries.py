@@ -139,7 +139,7 @@ class SingleTierQueries(OffloadingManager):
         if self._cost.recompute_blocks_per_s is None or not self._in_flight:
             return True
         request = self._request(req_context)
-        self._cost.observe(self._now_s, self._counters["stored_blocks"], is_storing=True)
+        self._cost.observe(self._now_s, self._num_arrived, is_storing=True)
         patience_s = self._cost.patience_s(keys, self._ready, self._in_flight)
         request.patient_until_s = min(request.patient_until_s, self._now_s + patience_s)
         return request.is_patient(self._now_s, self._counters)
@@ -192,9 +192,16 @@ class SingleTierQueries(OffloadingManager):
             self._hinted.now_s = self._now_s
         return hints
 
+    @property
+    def _num_arrived(self) -> int:
+        """Blocks that were in flight and became ready."""
+        return self._counters["stored_blocks"]
+
     def _generation_of(self, key: OffloadKey) -> int:
         slot = self._ready.get(key)
-        return self._index.generations[self._in_flight[key] if slot is None else slot]
+        if slot is None:
+            slot = self._in_flight.get(key)
+        return self._index.generations[self._index.restored[key] if slot is None else slot]
 
     def _note_hints(self, hints: Hints, keys: Iterable[OffloadKey]) -> None:
         """A request with these hints uses those of `keys` that are there."""

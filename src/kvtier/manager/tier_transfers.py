@@ -13,7 +13,7 @@ from typing import cast
 
 from kvtier.errors import InvariantError
 from kvtier.interfaces import CPULoadStoreSpec, ReqContext
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, is_private
 from kvtier.manager.cpu import CPUOffloadingManager
 from kvtier.manager.pace import TierPace
 from kvtier.tier_interfaces import TierOutcome
@@ -105,6 +105,8 @@ class TierTransfers:
         read them, or at once if it does not accept them. Returns how many it does not. O(count) at best."""
         context = self._new_context("eviction")
         spec = self._ram.evict_early(count, context)
+        if any(map(is_private, spec.keys)):
+            _put_private_last(spec)
         return len(spec.keys) - self._offer(number, context, spec) if spec.keys else 0
 
     def _offer(self, number: int, context: _TierContext, spec: CPULoadStoreSpec) -> int:
@@ -189,3 +191,11 @@ class TierTransfers:
         self._ram.complete_load(job.keys, job.context, spec=job.spec)
         self._counters["cascaded_blocks"] += len(moved)
         self._on_taken(job.tier_number, moved)
+
+
+def _put_private_last(spec: CPULoadStoreSpec) -> None:
+    """Changes the order of a spec that nobody else has yet: tiers accept leading blocks, and no private ones."""
+    order = sorted(range(len(spec.keys)), key=lambda i: is_private(spec.keys[i]))
+    spec.keys = [spec.keys[i] for i in order]
+    spec.slots = [spec.slots[i] for i in order]
+    spec.slot_generations = [spec.slot_generations[i] for i in order]

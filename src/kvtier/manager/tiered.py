@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import filterfalse
 
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.events import OffloadingEvent
@@ -17,7 +18,7 @@ from kvtier.interfaces import (
     ReqContext,
     Residency,
 )
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, is_private
 from kvtier.manager.breaker import CircuitBreaker
 from kvtier.manager.cascade import STEP_BLOCKS, CascadeQueue, CascadeWhen
 from kvtier.manager.cpu import CPUOffloadingManager
@@ -298,7 +299,7 @@ class TieredOffloadingManager(OffloadingManager):
         The caller goes on with `advance` and `on_schedule_end` until `num_to_flush` is 0 or its patience ends.
         Returns how many blocks wait. O(capacity).
         """
-        ready = self.ram.ready_keys()
+        ready = list(filterfalse(is_private, self.ram.ready_keys()))
         for number, (pace, queue) in enumerate(zip(self._paces, self._queues, strict=True)):
             stats = pace.tier.get_stats()
             if stats.closed_reason or stats.down_reason or (numbers is not None and number not in numbers):

@@ -6,18 +6,26 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import TierError
 from kvtier.interfaces import OffloadingManager
-from kvtier.manager import CircuitBreaker, CPUOffloadingManager, FilterReusedOffloadingManager, TieredOffloadingManager
+from kvtier.manager import (
+    CircuitBreaker,
+    CPUOffloadingManager,
+    FilterReusedOffloadingManager,
+    PersistedOffloadingManager,
+    TieredOffloadingManager,
+)
 from kvtier.runtime.config import Config
 from kvtier.runtime.disk import ADMISSIONS, DiskSettings
 from kvtier.runtime.tiers import SharedSettings, TierSettings, tier_names
 from kvtier.tier_interfaces import EpochStore, Tier
 from kvtier.tiers.disk import DiskConfig, DiskTier, FileEpochStore, WeightEpochs
+from kvtier.tiers.ram_keeper import RamKeeper
 from kvtier.tiers.shared import SharedEpochs, SharedTier
 
 logger = logging.getLogger(__name__)
@@ -40,6 +48,8 @@ class Identity:
     num_ranks: int = 1
     weights_may_change: bool = False
     """The engine is made to be given other weights while it runs, reset or not: what it has is not for others."""
+    element_bytes: int = 2
+    """Of the KV cache's elements, for compression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,8 @@ class Stack:
     """Of each of them: see `kvtier.runtime.tiers.tier_names`."""
     stop_flush_s: list[float] = field(default_factory=list)
     """Of each of them: how long a stop may take to write what is only in RAM."""
+    keeper: RamKeeper | None = None
+    """Of a RAM pool that outlives the process."""
     _is_stopped: bool = False
 
     @property
@@ -77,7 +89,11 @@ class Stack:
         return ([("RAM", self.ram.breaker)] if self.ram.breaker is not None else []) + named
 
     def linger(self, timeout_s: float) -> None:
-        """Returns once something that a request waits for may have come from a lower tier, or after `timeout_s`."""
+        """Returns once something that a request waits for may have been checked, or have come from a lower tier, or
+        after `timeout_s`."""
+        if self.keeper is not None and isinstance(self.ram, PersistedOffloadingManager) and self.ram.num_checking:
+            self.keeper.wait_for_outcome(timeout_s)
+            return
         awaited = self.tiered.awaited_tiers if self.tiered is not None else []
         for tier in awaited:
             tier.wait_for_outcome(timeout_s / len(awaited))
@@ -97,6 +113,8 @@ class Stack:
             self._flush_down(self.tiered, began_s + _FLUSH_SHARE * left_s, now_s)
             left_s = max(0.0, began_s + left_s - time.monotonic())
         self.core.shutdown()
+        if self.keeper is not None:
+            self.keeper.close()
         return self._close(left_s)
 
     def _close(self, flush_s: float) -> bool:
@@ -132,22 +150,27 @@ def build_manager(config: Config, num_slots: int, enable_events: bool = False) -
 
 
 def build_stack(
-    config: Config, pool: npt.NDArray[np.uint8], identity: Identity | None, enable_events: bool = False
+    config: Config,
+    pool: npt.NDArray[np.uint8],
+    identity: Identity | None,
+    enable_events: bool = False,
+    keeper: RamKeeper | None = None,
 ) -> Stack:
     """The managers of one engine, and the tiers behind its RAM, opened over `pool`.
 
     `pool` is (num_slots, slot_bytes) uint8 and stays mapped until `Stack.stop` has returned True. Without an `identity`
     there is no tier that persists or is shared. Raises ConfigurationError for settings that cannot work. A disk that
     cannot be used now (in use, full, failing) is an error in the log, and the stack is without it; a store that is not
-    there now is a line in the log, and tried again all the time.
+    there now is a line in the log, and tried again all the time. `keeper` is that of a pool that outlives the process,
+    and the stack's from now on.
     """
     opened = _open_tiers(config, pool, identity) if identity is not None else []
     if not opened:
-        ram = build_manager(config, len(pool), enable_events)
-        return Stack(ram, ram)
+        ram = _build_ram(config, len(pool), enable_events, config.store_threshold, keeper)
+        return Stack(ram, ram, keeper=keeper)
     tiers = [each.tier for each in opened]
     try:
-        ram = _build_ram(config, len(pool), enable_events, store_threshold=0)
+        ram = _build_ram(config, len(pool), enable_events, 0, keeper)
         tiered = TieredOffloadingManager(
             ram,
             tiers,
@@ -162,7 +185,7 @@ def build_stack(
         _close(tiers)
         raise
     flush_s = [each.settings.stop_flush_s for each in opened]
-    return Stack(core, ram, tiered, tiers, [each.name for each in opened], flush_s)
+    return Stack(core, ram, tiered, tiers, [each.name for each in opened], flush_s, keeper)
 
 
 def _open_tiers(config: Config, pool: npt.NDArray[np.uint8], identity: Identity) -> list[_Opened]:
@@ -186,7 +209,7 @@ def _open_shared(
     """All data-parallel ranks of all engines with this namespace share the blocks: see
     docs/decisions/shared-tiers-in-the-engine.md."""
     epochs = SharedEpochs(settings.epoch)
-    tier = SharedTier(settings.config(identity.namespace), settings.make_store(), epochs)
+    tier = SharedTier(settings.config(identity.namespace, identity.element_bytes), settings.make_store(), epochs)
     tier.attach(pool)
     if identity.weights_may_change:
         tier.reset(epochs.advance())
@@ -205,8 +228,11 @@ def build_breaker(config: Config) -> CircuitBreaker | None:
     return CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s)
 
 
-def _build_ram(config: Config, num_slots: int, enable_events: bool, store_threshold: int) -> CPUOffloadingManager:
-    return CPUOffloadingManager(
+def _build_ram(
+    config: Config, num_slots: int, enable_events: bool, store_threshold: int, keeper: RamKeeper | None = None
+) -> CPUOffloadingManager:
+    persisted = partial(PersistedOffloadingManager, keeper) if keeper is not None else None
+    ram = (persisted or CPUOffloadingManager)(
         num_slots,
         config.policy,
         enable_events=enable_events,
@@ -217,6 +243,9 @@ def _build_ram(config: Config, num_slots: int, enable_events: bool, store_thresh
         breaker=build_breaker(config),
         pin_share=config.pin_share,
     )
+    if keeper is not None and isinstance(ram, PersistedOffloadingManager):
+        ram.recall(keeper.restore())
+    return ram
 
 
 def open_disk(settings: DiskSettings, pool: npt.NDArray[np.uint8], identity: Identity | None) -> DiskTier | None:

@@ -17,7 +17,8 @@ from kvtier.manager.hints import DEFAULT_PIN_SHARE
 from kvtier.policy import POLICIES
 from kvtier.runtime.disk import DiskSettings, parse_disk
 from kvtier.runtime.tiers import SharedSettings, TierSettings, parse_tiers
-from kvtier.runtime.values import checked, flag, number, one_of, parse_size, text, whole
+from kvtier.runtime.values import checked, flag, name, number, one_of, parse_size, text, whole
+from kvtier.tiers.ram_persist import slots_within
 
 DEFAULT_POLICY = "adaptive"
 """What adapters and the command line use unless told otherwise: see docs/decisions/eviction.md."""
@@ -53,6 +54,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the blocks in RAM, that requests may pin by a hint."""
     pool_dir: str | None = None
     """Folder of the filesystem to take the RAM from, for example one mounted with huge pages."""
+    ram_persist: str | None = None
+    """Name of a file, in `pool_dir` or shared memory, that keeps the RAM's blocks for the next process."""
     copy_threads: int = 2
     """Threads of one rank that copy."""
     record_trace: str | None = None
@@ -101,6 +104,7 @@ _KEYS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     ),
     "pin_share": ("pin_share", number("0 (no hint pins) to 1 (all blocks)", lambda number: 0 <= number <= 1)),
     "pool_dir": ("pool_dir", text),
+    "ram_persist": ("ram_persist", name),
     "copy_threads": ("copy_threads", whole(1)),
     "record_trace": ("record_trace", text),
     "debug": ("debug", flag),
@@ -151,6 +155,8 @@ def _put_disk_among_tiers(fields: dict[str, Any]) -> None:
 def num_slots_for(config: Config, slot_bytes: int) -> int:
     """How many slots fit into the configured RAM. Raises ConfigurationError if not even one does."""
     num_slots = config.ram_bytes // slot_bytes
+    if config.ram_persist is not None:  # its records count too
+        num_slots = slots_within(config.ram_bytes, slot_bytes)
     if num_slots < 1:
         raise ConfigurationError(f"ram is {config.ram_bytes} bytes; one offloaded block needs {slot_bytes}")
     return num_slots

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigurationError
 
@@ -23,6 +24,12 @@ NUM_SAMPLES = 16
 MAX_HEADER_BYTES = 100 << 20
 """As the safetensors format has it."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+ADAPTER_SETTINGS = "adapter_config.json"
+"""Of a LoRA adapter: its rank and scale are in there."""
+_MAX_KNOWN = 4096
+"""Adapters whose digests are remembered."""
+_SETTLED_NS = 2_000_000_000
+"""The coarsest times that filesystems keep."""
 
 
 def namespace_of(fields: Mapping[str, Any]) -> bytes:
@@ -39,6 +46,15 @@ def namespace_of(fields: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
+def element_bytes_of(cache_dtype: str, model_dtype: str) -> int:
+    """Bytes of an element of the KV cache, by the names that an engine has for its type ("auto": the model's). 1 for a
+    type that is not known: then blocks are whole bytes."""
+    name = model_dtype if cache_dtype == "auto" else cache_dtype
+    if "16" in name:
+        return 2
+    return 4 if "float32" in name else 1
+
+
 def weights_identity(folder: str | Path) -> str | None:
     """Which weights lie in `folder`, as hexadecimal digits; None if there are no weight files.
 
@@ -46,9 +62,72 @@ def weights_identity(folder: str | Path) -> str | None:
     MiB a file, whatever its size: a change that keeps all sizes and headers and spares every sample is not seen.
     Raises OSError if a file cannot be read.
     """
-    paths = sorted(path for path in Path(folder).iterdir() if path.suffix in WEIGHT_SUFFIXES and path.is_file())
-    if not paths:
-        return None
+    paths = _weight_files(folder)
+    return _digest_of(paths).hex() if paths else None
+
+
+FilesState = tuple[tuple[str, int, int, int, int, int], ...]
+"""What changes whenever a file is another, or has been written to: even back to what it was."""
+
+
+class FilesChangingError(Exception):
+    """The files were written to while they were read: nobody can tell what they are."""
+
+
+class AdapterContent(NamedTuple):
+    """A LoRA adapter as its files have it."""
+
+    state: FilesState
+    digest: bytes
+    """32 bytes that name its weights and settings."""
+
+
+class AdapterFiles:
+    """The LoRA adapters in folders of this machine. Remembers what it has read while the files stay the same.
+
+    Not for several threads at a time. `now_ns` is Unix time, as the filesystem's.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._now_ns = now_ns
+        self._known: dict[Path, AdapterContent] = {}
+
+    def read(self, folder: Path) -> AdapterContent | None:
+        """The adapter's files and their digest, made as `weights_identity` is; None if there are no weights.
+
+        Raises OSError if a file cannot be read, FilesChangingError.
+        """
+        weights = _weight_files(folder)
+        if not weights:
+            return None
+        paths = [*weights, *(path for path in [folder / ADAPTER_SETTINGS] if path.is_file())]
+        state = _state_of(paths)
+        known = self._known.get(folder)
+        if known is not None and known.state == state:
+            return known
+        content = AdapterContent(state, _digest_of(paths))
+        if _state_of(paths) != state:
+            raise FilesChangingError(f"the files in {folder} are being written")
+        if self._now_ns() - max(changed_ns for *_, changed_ns in state) > _SETTLED_NS:
+            # until then another write may leave the same times
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[folder] = content
+        return content
+
+
+def _state_of(paths: list[Path]) -> FilesState:
+    found = [(path, path.stat()) for path in paths]
+    return tuple(
+        (str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in found
+    )
+
+
+def _weight_files(folder: str | Path) -> list[Path]:
+    return sorted(path for path in Path(folder).iterdir() if path.suffix in WEIGHT_SUFFIXES and path.is_file())
+
+
+def _digest_of(paths: list[Path]) -> bytes:
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -60,7 +139,7 @@ def weights_identity(folder: str | Path) -> str | None:
             for offset, length in _samples(size):
                 file.seek(offset)
                 digest.update(file.read(length))
-    return digest.hexdigest()
+    return digest.digest()
 
 
 def _samples(size: int) -> list[tuple[int, int]]:

@@ -19,10 +19,20 @@ import msgspec
 from kvtier.errors import ConfigurationError
 from kvtier.runtime.disk import ADMISSIONS, DISK_OPTIONS, DiskSettings, check_folders, parse_disk
 from kvtier.runtime.values import Checks, checked, number, one_of, parse_size, whole
-from kvtier.tiers.shared import S3Store, SharedConfig, ValkeyStore, parse_s3_url, parse_valkey_url
+from kvtier.tiers.shared import (
+    MooncakeStore,
+    S3Store,
+    SharedConfig,
+    ValkeyStore,
+    parse_mooncake_url,
+    parse_s3_url,
+    parse_valkey_url,
+)
+from kvtier.tiers.shared.compressor import MODES, check_compression
+from kvtier.tiers.shared.config import MIN_ABSENT_S
+from kvtier.tiers.shared.mooncake_config import MOONCAKE_OPTIONS
 from kvtier.tiers.shared.s3_config import S3_OPTIONS
 from kvtier.tiers.shared.store import Store
-from kvtier.tiers.shared.tier import MIN_ABSENT_S
 from kvtier.tiers.shared.valkey_config import VALKEY_OPTIONS
 
 DISK = "disk"
@@ -66,9 +76,11 @@ _S3 = StoreKind(
         "queue_timeout_s": 10.0,
     },
 )
+_MOONCAKE = StoreKind(name="mooncake", parse=parse_mooncake_url, make=MooncakeStore, options=MOONCAKE_OPTIONS)
 STORES: dict[str, StoreKind] = {
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _VALKEY),
     "s3": _S3,
+    "mooncake": _MOONCAKE,
 }
 """By the scheme of their URLs."""
 
@@ -91,9 +103,10 @@ class SharedSettings(msgspec.Struct, frozen=True):
         """The store, not connected. Raises ConfigurationError where a package is missing."""
         return STORES[self.scheme].make(self.store)
 
-    def config(self, namespace: bytes) -> SharedConfig:
-        """For a tier of this namespace."""
-        return SharedConfig(namespace, **{**STORES[self.scheme].defaults, **self.limits})
+    def config(self, namespace: bytes, element_bytes: int = 2) -> SharedConfig:
+        """For a tier of this namespace, whose KV cache has elements of `element_bytes`."""
+        limits = {**STORES[self.scheme].defaults, **self.limits}
+        return SharedConfig(namespace, element_bytes=element_bytes, **limits)
 
 
 TierSettings = DiskSettings | SharedSettings
@@ -106,6 +119,7 @@ _LIMITS: Checks = {
     "absent_s": ("absent_s", number(f"{MIN_ABSENT_S} or more seconds", lambda seconds: seconds >= MIN_ABSENT_S)),
     "max_keys": ("max_keys", whole(1)),
     "max_storing": ("max_storing_bytes", parse_size),
+    "compression": ("compression", one_of(MODES)),
 }
 _OTHERS: Checks = {
     "admission": ("admission", one_of(list(ADMISSIONS))),
@@ -152,7 +166,7 @@ def check_tiers(tiers: Iterable[TierSettings], disk_key: str = "disk") -> None:
         if isinstance(tier, DiskSettings):
             check_folders(tier, disk_key)
         else:
-            tier.make_store()
+            check_compression(tier.limits.get("compression", "off"), tier.make_store())
 
 
 def _refuse_twice(tiers: tuple[TierSettings, ...], key: str) -> None:

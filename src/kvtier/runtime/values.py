@@ -80,6 +80,16 @@ def text(value: Any, key: str) -> str:
     return value
 
 
+def name(value: Any, key: str) -> str:
+    """What can be part of a file's name anywhere."""
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", value):
+        raise ConfigurationError(
+            f"{key} is {value!r}; allowed: a name of up to 64 letters, digits, '.', '_' and '-', not beginning with "
+            "'.' or '-'"
+        )
+    return value
+
+
 def one_of(allowed: Sequence[str]) -> Callable[[Any, str], str]:
     """One of these words."""
 

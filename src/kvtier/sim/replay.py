@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -291,6 +291,7 @@ def as_json(trace: Trace, settings: ReplaySettings, cells: Sequence[Cell]) -> di
                     "store_bytes_per_s": tier.store_speed.bytes_per_s,
                     "latency_s": tier.load_speed.latency_s,
                     "policy": tier.policy,
+                    "compression": None if tier.compression is None else asdict(tier.compression),
                 }
                 for tier in model.lower_tiers
             ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +13,27 @@ from kvtier.interfaces import Residency
 from kvtier.keys import OffloadKey
 from kvtier.policy import make_policy
 from kvtier.sim.clock import SimulatedClock
-from kvtier.sim.transport import LinkSpeed, SimulatedTransport, TransportJob
+from kvtier.sim.transport import Disturbance, LinkSpeed, SimulatedTransport, TransportJob
 from kvtier.tier_interfaces import REASON_CANCELLED, REASON_CLOSED, REASON_RESET, Tier, TierOutcome, TierStats
 from kvtier.tiers.catalog import Place, TierCatalog
 from kvtier.tiers.jobs import ALREADY_STORING, NOT_THERE, OpenJob, check_submission
+from kvtier.tiers.shared.payoff import CompressionSwitch
 from kvtier.transfers.jobs import TransferOutcome
 
 MAX_STORING_BLOCKS = 64
 """Wait to be written at most, as in a tier with a bounded queue; more are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionModel:
+    """How blocks shrink, and how quickly, in bytes of blocks. The defaults were measured on a core: see
+    docs/decisions/compression.md."""
+
+    mode: str = "auto"
+    """`auto` or `on`, as of a shared tier."""
+    ratio: float = 1.45
+    encode_bytes_per_s: float = 1.5e9
+    decode_bytes_per_s: float = 2.0e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,18 @@ class TierModel:
     load_speed: LinkSpeed
     store_speed: LinkSpeed
     policy: str = "lru"
+    compression: CompressionModel | None = None
+    """None: blocks go as they are."""
+
+
+class _Move(NamedTuple):
+    """A block on its way."""
+
+    job: OpenJob
+    position: int
+    place: Place
+    codec_s: float = 0.0
+    """For compressing or decompressing it: as on a connection of a shared tier, the device waits for that."""
 
 
 class SimulatedTier(Tier):
@@ -44,7 +70,13 @@ class SimulatedTier(Tier):
         self, clock: SimulatedClock, model: TierModel, block_bytes: int, on_outcome: Callable[[], object]
     ) -> None:
         self.medium = model.medium
+        self._clock = clock
         self._block_bytes = block_bytes
+        self._compression = model.compression
+        self._switch = CompressionSwitch()
+        self._latency_s = model.load_speed.latency_s
+        self._compressed: set[OffloadKey] = set()
+        """Blocks that were compressed when they were last stored."""
         self._on_outcome = on_outcome
         self._catalog = TierCatalog(model.capacity_blocks, make_policy(model.policy, model.capacity_blocks))
         self._transport = SimulatedTransport(
@@ -52,11 +84,12 @@ class SimulatedTier(Tier):
             model.load_speed,
             model.store_speed,
             num_lanes=1,
-            on_outcome=lambda outcome: self._moved(outcome, clock.now_s),
+            on_outcome=self._moved,
+            disturb=lambda job: Disturbance(during_s=self._moves[job.job_id].codec_s),
         )
         self._jobs: dict[int, OpenJob] = {}
-        self._moves: dict[int, tuple[OpenJob, int, Place]] = {}
-        """Number of the transport's job -> which block of which job it moves."""
+        self._moves: dict[int, _Move] = {}
+        """By the number of the transport's job."""
         self._num_moves = 0
         self._ended: list[TierOutcome] = []
         self._closed_reason = ""
@@ -96,7 +129,7 @@ class SimulatedTier(Tier):
         return ended
 
     def cancel(self, job_id: int) -> None:
-        for number in [number for number, (job, _, _) in self._moves.items() if job.job_id == job_id]:
+        for number in [number for number, move in self._moves.items() if move.job.job_id == job_id]:
             self._transport.cancel(number)
 
     def drop(self, keys: Sequence[OffloadKey]) -> None:
@@ -127,7 +160,7 @@ class SimulatedTier(Tier):
             storing_blocks=self._catalog.num_storing,
             loading_blocks=self._catalog.num_loading,
             closed_reason=self._closed_reason,
-            counters=dict(self._catalog.counters),
+            counters={**self._catalog.counters, **self._compression_counters()},
         )
 
     def wait_for_outcome(self, timeout_s: float) -> None:
@@ -148,20 +181,54 @@ class SimulatedTier(Tier):
 
     def _begin_move(self, job: OpenJob, position: int, place: Place) -> None:
         self._num_moves += 1
-        self._moves[self._num_moves] = (job, position, place)
-        self._transport.submit(TransportJob(self._num_moves, job.is_store, self._block_bytes))
+        num_bytes, codec_s = self._payload(job.keys[position], job.is_store)
+        self._moves[self._num_moves] = _Move(job, position, place, codec_s)
+        self._transport.submit(TransportJob(self._num_moves, job.is_store, num_bytes))
 
-    def _moved(self, outcome: TransferOutcome, now_s: float) -> None:
-        job, position, place = self._moves.pop(outcome.job_id)
+    def _payload(self, key: OffloadKey, is_store: bool) -> tuple[int, float]:
+        """Bytes that are moved, and the seconds that making them, or the block of them, takes."""
+        model = self._compression
+        if model is None:
+            return self._block_bytes, 0.0
+        if is_store:
+            wanted = model.mode == "on" or self._switch.wants(self._clock.now_s)
+            (self._compressed.add if wanted else self._compressed.discard)(key)
+        if key not in self._compressed:
+            return self._block_bytes, 0.0
+        bytes_per_s = model.encode_bytes_per_s if is_store else model.decode_bytes_per_s
+        return int(self._block_bytes / model.ratio), self._block_bytes / bytes_per_s
+
+    def _moved(self, outcome: TransferOutcome) -> None:
+        job, position, place, codec_s = self._moves.pop(outcome.job_id)
         success = outcome.success
+        if success and self._compression is not None:
+            self._measure(outcome, codec_s)
         if job.is_store:
             success = self._catalog.end_store(place, success)
         else:
             success = self._catalog.end_load(place) and success
             self._catalog.counters["loaded_blocks" if success else "failed_load_blocks"] += 1
+        now_s = self._clock.now_s
         job.note_time(now_s - outcome.duration_s, now_s)
         job.end_block(position, success, self._block_bytes, REASON_CANCELLED)
         self._end_if_over(job)
+
+    def _measure(self, outcome: TransferOutcome, codec_s: float) -> None:
+        """What a shared tier would tell its switch."""
+        if codec_s and outcome.is_store:
+            self._switch.note_encoded(self._block_bytes, outcome.num_bytes, codec_s)
+        elif codec_s:
+            self._switch.note_decoded(self._block_bytes, codec_s)
+        if self._latency_s:
+            self._switch.note_round_trip(self._latency_s)
+        wire_s = outcome.duration_s - codec_s
+        self._switch.note_transfer(outcome.is_store, outcome.num_bytes, wire_s, self._clock.now_s)
+
+    def _compression_counters(self) -> dict[str, int]:
+        if self._compression is None:
+            return {}
+        is_on = self._compression.mode == "on" or self._switch.is_on
+        return {"compression_on": int(is_on), "compression_changes": self._switch.num_changes}
 
     def _end_if_over(self, job: OpenJob) -> None:
         if not job.num_open:

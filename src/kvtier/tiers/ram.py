@@ -1,7 +1,8 @@
 """The RAM pool's life: created without a name, reserved whole, attached by file descriptor, gone with its users.
 
 The pool is a file that no folder ever lists (a memory file, or an unnamed file in `pool_dir`). Nothing can outlive
-the processes that use it, collide with another engine's, or be attached by mistake.
+the processes that use it, collide with another engine's, or be attached by mistake. The exception is a pool in a named
+file, for users who asked for one: see `kvtier.tiers.ram_persist`, which opens it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from kvtier.errors import ConfigurationError, PoolError
 from kvtier.tiers.memory_limits import HUGETLBFS, check_pool_dir, check_pool_size, filesystem_type
+from kvtier.tiers.pool_owner import lock_as_rank, unlock
 
 __all__ = ["PoolHandle", "RamPool", "check_pool_size"]
 
@@ -49,6 +51,10 @@ class PoolHandle:
     """With `device`, the identity of the file: a reused pid or fd is noticed."""
     num_slots: int
     slot_bytes: int
+    offset_bytes: int = 0
+    """Of the first slot in the file."""
+    owner: int = 0
+    """Of a named file: the number that its owner has written into it. 0: the file has no name."""
 
 
 class _Mapping:
@@ -60,16 +66,22 @@ class _Mapping:
         self.num_users = 1
         self._fd = fd
         self._memory = memory
-        flat = np.frombuffer(memory, dtype=np.uint8, count=handle.num_slots * handle.slot_bytes)
+        size_bytes = handle.num_slots * handle.slot_bytes
+        flat = np.frombuffer(memory, np.uint8, size_bytes, handle.offset_bytes)
+        self.front: npt.NDArray[np.uint8] | None = np.frombuffer(memory, np.uint8, handle.offset_bytes)
+        """What stands before the slots."""
         self.slots: npt.NDArray[np.uint8] | None = flat.reshape(handle.num_slots, handle.slot_bytes)
         self.address = int(flat.ctypes.data)
 
     def release(self) -> None:
-        self.slots = None
+        self.slots = self.front = None
         # a view that someone still holds keeps the memory mapped, and only that: unmapping would be a crash
         with contextlib.suppress(BufferError):
             self._memory.close()
         if self._fd >= 0:
+            if self.handle.owner:
+                # what keeps the memory mapped keeps the file open too: others need not wait for that
+                unlock(self._fd)
             os.close(self._fd)
             self._fd = -1
 
@@ -109,6 +121,19 @@ class RamPool:
         return cls(mapping)
 
     @classmethod
+    def of_file(
+        cls, fd: int, num_slots: int, slot_bytes: int, *, offset_bytes: int, size_bytes: int, owner: int, where: str
+    ) -> RamPool:
+        """A pool in an open file that has a name and `size_bytes` bytes; its slots begin at `offset_bytes`.
+
+        Reserves what is not yet. `fd` is the pool's from now on, whatever happens. Raises PoolError.
+        """
+        mapping = _map_file(fd, num_slots, slot_bytes, size_bytes, where, offset_bytes=offset_bytes, owner=owner)
+        with _mappings_lock:
+            _mappings[mapping.handle] = mapping
+        return cls(mapping)
+
+    @classmethod
     def attach(cls, handle: PoolHandle) -> RamPool:
         """The pool of `handle`: the same mapping in the process that created it, a new one anywhere else.
 
@@ -127,6 +152,12 @@ class RamPool:
         if self._mapping is None or self._mapping.slots is None:
             raise PoolError("the RAM pool is closed")
         return self._mapping.slots
+
+    def front(self) -> npt.NDArray[np.uint8]:
+        """(offset_bytes,) uint8: what stands before the slots, writable. Must not be used after `close`."""
+        if self._mapping is None or self._mapping.front is None:
+            raise PoolError("the RAM pool is closed")
+        return self._mapping.front
 
     def describe(self) -> str:
         """One line for a log: size, place, and the page size that the system shows (not what was asked for)."""
@@ -188,17 +219,30 @@ def _map_new_file(num_slots: int, slot_bytes: int, pool_dir: str | None) -> _Map
             fcntl.fcntl(
                 fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
             )  # no process can cut it under another's copy
-        memory = mmap.mmap(fd, size_bytes)
     except (OSError, ValueError, OverflowError) as exc:
         if fd >= 0:
             os.close(fd)
         raise PoolError(f"cannot reserve a RAM pool of {size_bytes} bytes in {where}: {exc}") from exc
+    return _map_file(fd, num_slots, slot_bytes, size_bytes, where)
+
+
+def _map_file(
+    fd: int, num_slots: int, slot_bytes: int, size_bytes: int, where: str, *, offset_bytes: int = 0, owner: int = 0
+) -> _Mapping:
+    """The file `fd` of `size_bytes` bytes, present as a whole. Closes `fd` if it fails. Raises PoolError."""
+    try:
+        memory = mmap.mmap(fd, size_bytes)
+    except (OSError, ValueError, OverflowError) as exc:
+        os.close(fd)
+        raise PoolError(f"cannot reserve a RAM pool of {size_bytes} bytes in {where}: {exc}") from exc
     status = os.fstat(fd)
-    handle = PoolHandle(os.getpid(), fd, status.st_dev, status.st_ino, num_slots, slot_bytes)
+    handle = PoolHandle(
+        os.getpid(), fd, status.st_dev, status.st_ino, num_slots, slot_bytes, offset_bytes=offset_bytes, owner=owner
+    )
     mapping = _Mapping(handle, memory, fd, where)
     try:
-        _advise(mapping.address, size_bytes, mmap.MADV_HUGEPAGE)
-        if not _populate(mapping.address, size_bytes):
+        _advise(mapping.address - offset_bytes, size_bytes, mmap.MADV_HUGEPAGE)
+        if not _populate(mapping.address - offset_bytes, size_bytes):
             os.posix_fallocate(fd, 0, size_bytes)
     except OSError as exc:
         mapping.release()
@@ -219,21 +263,25 @@ def _map_existing(handle: PoolHandle) -> _Mapping:
         ) from exc
     try:
         status = os.fstat(fd)
-        size_bytes = handle.num_slots * handle.slot_bytes
+        size_bytes = handle.offset_bytes + handle.num_slots * handle.slot_bytes
         if (status.st_dev, status.st_ino) != (handle.device, handle.inode) or status.st_size < size_bytes:
             raise PoolError(f"cannot attach the RAM pool of process {handle.pid}: it was closed, this is another file")
+        if handle.owner:
+            lock_as_rank(fd, handle.owner)
         memory = mmap.mmap(fd, status.st_size)
-        mapping = _Mapping(handle, memory, -1, f"the memory of process {handle.pid}")
-        _advise(mapping.address, status.st_size, mmap.MADV_HUGEPAGE)
-        # only the page tables are missing: without them it works too, but the first copies are slow
-        with contextlib.suppress(OSError):
-            _populate(mapping.address, status.st_size)
     except (OSError, ValueError) as exc:
+        os.close(fd)
         if isinstance(exc, PoolError):
             raise
         raise PoolError(f"cannot map the RAM pool of process {handle.pid}: {exc}") from exc
-    finally:
+    if not handle.owner:
         os.close(fd)
+        fd = -1
+    mapping = _Mapping(handle, memory, fd, f"the memory of process {handle.pid}")
+    _advise(mapping.address - handle.offset_bytes, status.st_size, mmap.MADV_HUGEPAGE)
+    # only the page tables are missing: without them it works too, but the first copies are slow
+    with contextlib.suppress(OSError):
+        _populate(mapping.address - handle.offset_bytes, status.st_size)
     return mapping
 
 

@@ -24,11 +24,13 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier.adapters.vllm.identity import NoIdentityError, identity_fields
+from kvtier.adapters.vllm.lora import watch_loads
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metadata import KVTierConnectorMetadata, KVTierWorkerMetadata
 from kvtier.adapters.vllm.recording import Recording
 from kvtier.adapters.vllm.spec import (
     IDENTITY_KEY,
+    NO_IDENTITY_KEY,
     NUM_ENGINES_KEY,
     ONE_PROCESS_KEY,
     WEIGHTS_CHANGE_KEY,
@@ -64,7 +66,7 @@ class KVTierConnector(OffloadingConnector):
         transfer_config.kv_connector_extra_config[ONE_PROCESS_KEY] = (
             vllm_config.parallel_config.distributed_executor_backend == "uni"
         )
-        if role == KVConnectorRole.SCHEDULER and settings.tiers:
+        if role == KVConnectorRole.SCHEDULER and (settings.tiers or settings.ram_persist is not None):
             _tell_identity(vllm_config, kv_cache_config, settings)
         # the scheduler reads this right after: a failed load is recomputed, not an error of the request
         transfer_config.kv_load_failure_policy = "recompute"
@@ -86,6 +88,8 @@ class KVTierConnector(OffloadingConnector):
                 tokens_per_hash = group.tokens_per_chunk // group.hashes_per_chunk
                 self._recording = Recording(settings.record_trace, tokens_per_hash)
             self._jobs = JobTable(self._manager.core, self._num_ranks)
+            if vllm_config.lora_config is not None:
+                watch_loads(self._manager.adapters)
             self._compare_waiting(settings.prefill_tokens_per_s)
 
     def _compare_waiting(self, prefill_tokens_per_s: float | None) -> None:
@@ -128,6 +132,9 @@ class KVTierConnector(OffloadingConnector):
         if self._recording is not None:
             self._recording.arrived(request)
         super().on_new_request(request)
+        if request.lora_request is not None:
+            context = self.scheduler._req_status[request.request_id].req_context
+            self._manager.begin_with_adapter(context, request.lora_request)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._recording is not None:
@@ -156,8 +163,9 @@ class KVTierConnector(OffloadingConnector):
         context = manager.context_of(state.req_context)
         if manager.core.still_waiting(context) or self._waits_for_load(request, context):
             return None, False
+        manager.check_adapter(state.req_context, num_computed_tokens)
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if num_tokens is None and not self._is_worth_waiting(state, num_computed_tokens, context):
+        if num_tokens is None and not self._is_worth_waiting(state, num_computed_tokens):
             # what is in flight is absent for this request from now on
             num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if num_tokens is not None:
@@ -170,14 +178,14 @@ class KVTierConnector(OffloadingConnector):
             self._note_load_in_front(request, state)
         return None, False
 
-    def _is_worth_waiting(self, state: RequestOffloadState, num_computed_tokens: int, context: ReqContext) -> bool:
+    def _is_worth_waiting(self, state: RequestOffloadState, num_computed_tokens: int) -> bool:
         """Whether waiting for stores is expected to be quicker than computing what they would save."""
         if self._worth_group is None:
             return True
         group = self.scheduler.config.kv_group_configs[self._worth_group]
         keys = state.group_states[self._worth_group].offload_keys
         first = num_computed_tokens // group.tokens_per_chunk
-        return self._manager.core.worth_waiting(keys[first:], context)
+        return self._manager.worth_waiting(keys[first:], state.req_context)
 
     def _waits_for_load(self, request: Request, context: ReqContext) -> bool:
         """The load that the request waited for is still going on, and its deadline has not passed. O(1)."""
@@ -238,11 +246,20 @@ class KVTierConnector(OffloadingConnector):
         if isinstance(meta, OffloadingWorkerMetadata):
             failed_jobs = meta.failed_jobs if isinstance(meta, KVTierWorkerMetadata) else frozenset()
             for job_id, num_ranks in meta.completed_jobs.items():
-                self._report(job_id, num_ranks, failed=job_id in failed_jobs)
+                self._report(job_id, num_ranks, failed=job_id in failed_jobs or self._has_other_weights(job_id))
             self._drop_unknown_to_vllm(meta)
         super().update_connector_output(connector_output)
         # what has just been stored goes down now: an idle engine has no next step
         self._manager.core.on_schedule_end()
+
+    def _has_other_weights(self, job_id: int) -> bool:
+        """Whether a store has ended whose blocks may have been made by another adapter than its keys say.
+
+        Its request may have loaded the adapter after the store was planned: that was in the same step.
+        """
+        status = self.scheduler._jobs.get(job_id)
+        state = self.scheduler._req_status.get(status.req_id) if status is not None and status.is_store else None
+        return state is not None and not self._manager.check_adapter(state.req_context)
 
     def _report(self, job_id: int, num_ranks: int, failed: bool) -> None:
         manager, jobs = self._manager, self._jobs
@@ -314,18 +331,21 @@ class KVTierConnector(OffloadingConnector):
 
 
 def _tell_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Config) -> None:
-    """What the spec cannot see: whose blocks tiers below RAM would hold. Where nobody could tell, there are none."""
+    """What the spec cannot see: whose blocks others would be given. Where nobody could tell, nobody is."""
     extra_config, parallel = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.parallel_config
     wanted = ["disk tier"] * bool(settings.disk) + ["shared tiers"] * bool(settings.shared)
-    without = f"no {' and no '.join(wanted)}, blocks stay in RAM only"
+    extra_config[IDENTITY_KEY] = None
+    lost = [f"no {' and no '.join(wanted)}, blocks stay in RAM only"] * bool(wanted)
+    lost += ["nothing in RAM will outlive this process"] * (settings.ram_persist is not None)
+    without = "; ".join(lost)
     try:
         extra_config[IDENTITY_KEY] = identity_fields(vllm_config, kv_cache_config, settings.weights_id)
     except NoIdentityError as reason:
+        extra_config[NO_IDENTITY_KEY] = str(reason)
         logger.warning("kvtier: %s: %s", without, reason)
-        extra_config[IDENTITY_KEY] = None
     except Exception as error:  # a model with settings of its own kind is no reason not to start
-        logger.error("kvtier: %s: this model's identity cannot be told: %r", without, error)
-        extra_config[IDENTITY_KEY] = None
+        extra_config[NO_IDENTITY_KEY] = f"this model's identity cannot be told: {error!r}"
+        logger.error("kvtier: %s: %s", without, extra_config[NO_IDENTITY_KEY])
     extra_config[WEIGHTS_CHANGE_KEY] = vllm_config.weight_transfer_config is not None
     # of independent engines vLLM forgets the number, but for this field
     extra_config[NUM_ENGINES_KEY] = max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size)

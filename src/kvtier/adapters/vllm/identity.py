@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -28,6 +29,9 @@ KV_FREE_SPECULATION = frozenset(("ngram", "ngram_gpu", "suffix"))
 LENGTH_FREE_ROPES = frozenset((None, "default", "linear", "llama3", "mrope", "yarn"))
 """Position encodings that do not depend on how long a sequence may become."""
 
+LORA_COUNTS = frozenset(("max_loras", "max_cpu_loras"))
+"""How many adapters there may be, not what they do."""
+
 
 class NoIdentityError(Exception):
     """Nobody could tell later whose blocks these are. The message says why, and what helps."""
@@ -40,8 +44,6 @@ def identity_fields(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, wei
     NoIdentityError.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    if vllm_config.lora_config is not None:
-        raise NoIdentityError("LoRA is enabled: an adapter's name does not say which weights it has")
     speculation = vllm_config.speculative_config
     if speculation is not None and speculation.method not in KV_FREE_SPECULATION:
         raise NoIdentityError(f"speculative decoding by {speculation.method!r} keeps KV blocks of another model")
@@ -53,20 +55,29 @@ def identity_fields(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, wei
             "use sha256"
         )
     return {
-        "weights": ["id", weights_id] if weights_id is not None else ["files", weights_of(vllm_config)],
+        "weights": {"id": weights_id} if weights_id is not None else {"files": weights_of(vllm_config)},
         "model": _model_settings(model.hf_config),
         "max_model_len": None if _has_length_free_rope(model) else model.max_model_len,
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "cache_dtype": cache.cache_dtype,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
-        "layout": [cache.kv_cache_layout, str(vllm_config.attention_config.backend)],
-        "groups": [[list(group.layer_names), repr(group.kv_cache_spec)] for group in kv_cache_config.kv_cache_groups],
-        "ranks": [parallel.world_size, parallel.tensor_parallel_size],
-        "hash": [algorithm, DEFAULT_NONE_HASH_SEED if seed is None else seed],
-        "engine": ["vllm", str(vllm.__version__)],
+        "layout": {"kv_cache": cache.kv_cache_layout, "attention": str(vllm_config.attention_config.backend)},
+        "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
+        "ranks": {"all": parallel.world_size, "tensor_parallel": parallel.tensor_parallel_size},
+        "lora": _lora_settings(vllm_config.lora_config),
+        "hash": {"algorithm": algorithm, "seed": DEFAULT_NONE_HASH_SEED if seed is None else seed},
+        "engine": {"vllm": str(vllm.__version__)},
         "device": device_layout(),
     }
+
+
+def _group(group: Any) -> dict[str, Any]:
+    """Layers of a KV group, and how their blocks are laid out."""
+    spec = group.kv_cache_spec
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    plain = {name: value if isinstance(value, int | str | None) else repr(value) for name, value in values.items()}
+    return {"layers": list(group.layer_names), "kind": type(spec).__name__, **plain}
 
 
 def weights_of(vllm_config: VllmConfig, find_snapshot: Callable[..., str] | None = None) -> str:
@@ -100,6 +111,14 @@ def _model_settings(hf_config: Any) -> Any:
     """The model's own settings, wherever its folder lies."""
     settings = json.loads(hf_config.to_json_string(use_diff=False))
     return _without(settings, ("_name_or_path", "transformers_version"))
+
+
+def _lora_settings(config: Any) -> dict[str, str] | None:
+    """How adapters are applied. Which ones is in the keys of their blocks."""
+    if config is None:
+        return None
+    names = sorted(field.name for field in dataclasses.fields(config))
+    return {name: str(getattr(config, name)) for name in names if name not in LORA_COUNTS}
 
 
 def _without(value: Any, names: tuple[str, ...]) -> Any:

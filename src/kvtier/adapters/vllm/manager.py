@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -20,11 +21,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.base import ReqContext as VLLMReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.adapters.vllm.lora import Adapters, AdapterUse
 from kvtier.adapters.vllm.metrics import TIER_IS_OFF, MetricsReporter, tier_figures
 from kvtier.clock import Clock
 from kvtier.events import OffloadingEvent as KVTierEvent
 from kvtier.interfaces import BreakerState, CPULoadStoreSpec, ReqContext, Residency
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, shorten_key
 from kvtier.manager import CircuitBreaker, PrefillRate
 from kvtier.runtime import Stack
 from kvtier.tiers.disk import DiskTier
@@ -49,18 +51,23 @@ class VLLMManager(OffloadingManager):
         pool: RamPool,
         has_reuse_filter: bool,
         tier_names: Sequence[str] = (),
+        *,
+        has_persisted_ram: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`tier_names`: of the tiers below RAM that the user wants. Which of them there are, `stack` says. `stack` and
-        `pool` are this object's to end."""
+        """`tier_names`: of the tiers below RAM that the user wants; `has_persisted_ram`: whether RAM is to outlive the
+        process. Which of them there are, `stack` says. `stack` and `pool` are this object's to end."""
         self.core = stack.core
         self.stack = stack
         self.pool = pool
         self.counters = {"errors": 0, "loaded_blocks": 0, "failed_jobs": 0, "breaker_openings": 0}
         self.given_up: set[str] = set()
         """Requests whose load could not be prepared: asking again would find the same and fail again."""
+        self.adapters = Adapters()
+        self._key_bytes: int | None = None
+        """Length of vLLM's keys, once there are longer ones of ours."""
         self._clock = clock
-        self._reporter = MetricsReporter(has_reuse_filter, bool(tier_names))
+        self._reporter = MetricsReporter(has_reuse_filter, bool(tier_names), has_persisted_ram)
         self._wanted_tiers = tier_names
         self._logged_errors: set[str] = set()
         self._breakers = stack.breakers
@@ -78,6 +85,7 @@ class VLLMManager(OffloadingManager):
     def advance(self) -> None:
         """Tells the manager the time."""
         self.core.advance(self._clock())
+        self.adapters.forget_looks()
         for name, breaker in self._breakers:
             if breaker.state is not self._breaker_states[name]:
                 self._tell_of(name, breaker)
@@ -128,6 +136,34 @@ class VLLMManager(OffloadingManager):
             req_context.set_state(context)
         return context
 
+    def begin_with_adapter(self, req_context: VLLMReqContext, adapter: LoRARequest) -> None:
+        """A request uses an adapter. Right after `on_new_request`."""
+        req_context.set_state(self.adapters.enter(adapter))
+
+    def check_adapter(self, req_context: VLLMReqContext, num_computed_tokens: int = 0) -> bool:
+        """Whether the request's blocks are what their keys say; if not, it uses and stores none from now on.
+
+        `num_computed_tokens` of its prompt were found in the engine.
+        """
+        use = req_context.get_state(AdapterUse)
+        return use is None or self.adapters.check(use, num_computed_tokens)
+
+    def worth_waiting(self, keys: Sequence[OffloadKey], req_context: VLLMReqContext) -> bool:
+        """As the manager's own, for vLLM's keys."""
+        use = req_context.get_state(AdapterUse)
+        return self.core.worth_waiting(keys if use is None else self._ours(use, keys), self.context_of(req_context))
+
+    def _ours(self, use: AdapterUse, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """vLLM's keys of blocks that an adapter has made, told apart from those of other weights."""
+        keys = list(keys)
+        if keys:
+            self._key_bytes = len(keys[0])
+        return list(map(use.key, keys))
+
+    def _theirs(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """What vLLM calls these blocks."""
+        return keys if self._key_bytes is None else [shorten_key(key, self._key_bytes) for key in keys]
+
     def count_error(self, where: str, error: Exception) -> None:
         """An error that must not reach the engine: counted, and logged the first time it comes from `where`."""
         self.counters["errors"] += 1
@@ -148,6 +184,11 @@ class VLLMManager(OffloadingManager):
         self.core.on_request_finished(self.context_of(req_context))
 
     def lookup(self, key: OffloadKey, req_context: VLLMReqContext) -> LookupResult:
+        use = req_context.get_state(AdapterUse)
+        if use is not None:
+            if use.loaded is None:
+                return LookupResult.MISS
+            (key,) = self._ours(use, (key,))
         try:
             answer = self.core.lookup(key, self.context_of(req_context))
         except Exception as error:
@@ -159,6 +200,8 @@ class VLLMManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: VLLMReqContext) -> CacheHitSource:
         tiered = self.stack.tiered
+        use = req_context.get_state(AdapterUse)
+        key = key if use is None else use.key(key)
         medium = tiered.brought_up(key, self.context_of(req_context)) if tiered is not None else None
         if medium is not None:
             is_disk = medium == DiskTier.medium
@@ -166,6 +209,9 @@ class VLLMManager(OffloadingManager):
         return CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: VLLMReqContext) -> CPULoadStoreSpec:
+        use = req_context.get_state(AdapterUse)
+        if use is not None:
+            keys = self._ours(use, keys)
         try:
             spec = self.core.prepare_load(keys, self.context_of(req_context))
         except Exception as error:
@@ -176,7 +222,8 @@ class VLLMManager(OffloadingManager):
         return spec
 
     def touch(self, keys: Collection[OffloadKey], req_context: VLLMReqContext) -> None:
-        self.core.touch(list(keys), self.context_of(req_context))
+        use = req_context.get_state(AdapterUse)
+        self.core.touch(list(keys) if use is None else self._ours(use, keys), self.context_of(req_context))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: VLLMReqContext) -> None:
         """Nothing: see the class."""
@@ -189,6 +236,14 @@ class VLLMManager(OffloadingManager):
         offered = list(keys)
         context = self.context_of(req_context)
         by_depth = _shallowest_first(offered, req_context)
+        is_hybrid = by_depth is not offered
+        theirs: dict[OffloadKey, OffloadKey] = {}
+        use = req_context.get_state(AdapterUse)
+        if use is not None:
+            if not self.check_adapter(req_context):
+                return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+            by_depth, offered = self._ours(use, by_depth), self._ours(use, offered)
+            theirs = dict(zip(offered, keys, strict=True))
         try:
             self.core.count_offers(by_depth, context)
             output = self.core.prepare_store_prefix(by_depth, context)
@@ -199,12 +254,13 @@ class VLLMManager(OffloadingManager):
         assert isinstance(spec, CPULoadStoreSpec)
         if output.keys_to_store:
             self._reporter.store_sizes.append(len(output.keys_to_store))
-        if by_depth is not offered:
+        if is_hybrid:
             spec = _in_order_of(offered, spec)
-        return PrepareStoreOutput(list(spec.keys), spec, output.evicted_keys)
+        stored = list(spec.keys) if use is None else [theirs[key] for key in spec.keys]
+        return PrepareStoreOutput(stored, spec, self._theirs(output.evicted_keys))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return map(_to_vllm, self.core.take_events())
+        return (_to_vllm(event, self._theirs(event.keys)) for event in self.core.take_events())
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.core.on_schedule_end()
@@ -234,13 +290,14 @@ class VLLMManager(OffloadingManager):
             may_unmap = False
         if may_unmap:
             self.pool.close()
+        self.adapters.close()
 
 
-def _to_vllm(event: KVTierEvent) -> OffloadingEvent:
+def _to_vllm(event: KVTierEvent, keys: list[OffloadKey]) -> OffloadingEvent:
     if event.medium == CPULoadStoreSpec.medium():
-        return OffloadingEvent(event.keys, Medium.CPU, event.removed)
+        return OffloadingEvent(keys, Medium.CPU, event.removed)
     locality = Locality.LOCAL if event.medium == DiskTier.medium else Locality.REMOTE
-    return OffloadingEvent(event.keys, Medium.STORAGE, event.removed, locality=locality, ownership=event.medium)
+    return OffloadingEvent(keys, Medium.STORAGE, event.removed, locality=locality, ownership=event.medium)
 
 
 def _shallowest_first(keys: list[OffloadKey], req_context: VLLMReqContext) -> list[OffloadKey]:

@@ -46,6 +46,11 @@ _GAUGES: dict[str, tuple[str, str]] = {
     "condemned_blocks": ("vllm:kvtier_condemned_blocks", "Slots without a block that a transfer still uses."),
     "breaker_state": ("vllm:kvtier_breaker_state", "RAM tier: 0 used, 1 being tried again, 2 shut off after failures."),
 }
+_PERSISTED_RAM_COUNTERS: dict[str, tuple[str, str]] = {
+    "restored_blocks": ("vllm:kvtier_restored_blocks", "Blocks found in RAM at the start, not checked yet."),
+    "verified_blocks": ("vllm:kvtier_verified_blocks", "Of those: blocks that were checked and are intact."),
+    "corrupt_blocks": ("vllm:kvtier_corrupt_blocks", "Of those: blocks that failed their check: misses."),
+}
 _TIERED_COUNTERS: dict[str, tuple[str, str]] = {
     "promoted_blocks": ("vllm:kvtier_promoted_blocks", "Blocks brought up from a lower tier into RAM."),
     "failed_promotion_blocks": ("vllm:kvtier_failed_promotion_blocks", "Blocks that did not arrive in RAM."),
@@ -68,6 +73,16 @@ _TIER_COUNTERS: dict[str, tuple[str, str]] = {
     "connection_losses": ("vllm:kvtier_tier_connection_losses", "Times that the tier's store could not be used."),
     "shed_lookups": ("vllm:kvtier_tier_shed_lookups", "Look-ups that were misses since too many were on their way."),
     "breaker_openings": ("vllm:kvtier_tier_breaker_openings", "Times that the tier was left alone for a while."),
+    "compressed_blocks": ("vllm:kvtier_tier_compressed_blocks", "Blocks that were stored in the tier compressed."),
+    "decompressed_blocks": ("vllm:kvtier_tier_decompressed_blocks", "Blocks that came from the tier compressed."),
+    "compression_saved_bytes": (
+        "vllm:kvtier_tier_compression_saved_bytes",
+        "Bytes that did not have to be moved since blocks were compressed.",
+    ),
+    "compression_changes": (
+        "vllm:kvtier_tier_compression_changes",
+        "Times that compression was switched on or off by what the link was measured to do.",
+    ),
 }
 """By the label `medium`."""
 _TIER_GAUGES: dict[str, tuple[str, str]] = {
@@ -78,6 +93,7 @@ _TIER_GAUGES: dict[str, tuple[str, str]] = {
         "Blocks that can be loaded from the tier now; of a shared one, those that this engine has heard of lately.",
     ),
     "breaker_state": ("vllm:kvtier_tier_breaker_state", "As the RAM tier's."),
+    "compression_on": ("vllm:kvtier_tier_compression_on", "1 while blocks are stored in the tier compressed."),
 }
 """By the label `medium`."""
 _LABELS = ("medium",)
@@ -85,7 +101,9 @@ _BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerSta
 _STORES_SKIPPED = "filtered_blocks"
 
 
-def metric_definitions(has_reuse_filter: bool, has_tiers: bool) -> dict[str, OffloadingMetricMetadata]:
+def metric_definitions(
+    has_reuse_filter: bool, has_tiers: bool, has_persisted_ram: bool = False
+) -> dict[str, OffloadingMetricMetadata]:
     """Every metric that `MetricsReporter` may report, as vLLM wants them declared. `has_tiers`: below RAM."""
     definitions: dict[str, OffloadingMetricMetadata] = {
         CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: OffloadingGaugeMetadata(
@@ -102,7 +120,7 @@ def metric_definitions(has_reuse_filter: bool, has_tiers: bool) -> dict[str, Off
             buckets=(1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144),
         ),
     }
-    counters = {**_COUNTERS, **(_TIERED_COUNTERS if has_tiers else {})}
+    counters = _counters(has_tiers, has_persisted_ram)
     definitions.update({name: OffloadingCounterMetadata(text) for name, text in counters.values()})
     definitions.update({name: OffloadingGaugeMetadata(text) for name, text in _GAUGES.values()})
     if has_tiers:
@@ -139,14 +157,16 @@ def tier_figures(stats: TierStats, breaker: CircuitBreaker, slot_bytes: int) -> 
         "ready_blocks": stats.ready_blocks,
         "breaker_state": _BREAKER_VALUES[breaker.state],
     }
+    if "compression_on" in counters:
+        gauges["compression_on"] = counters["compression_on"]
     return TierFigures({name: counters[name] for name in _TIER_COUNTERS if name in counters}, gauges)
 
 
 class MetricsReporter:
     """Turns a manager's stats into vLLM's: counters as increments, and nothing at all while nothing changes."""
 
-    def __init__(self, has_reuse_filter: bool, has_tiers: bool) -> None:
-        counters = {**_COUNTERS, **(_TIERED_COUNTERS if has_tiers else {})}
+    def __init__(self, has_reuse_filter: bool, has_tiers: bool, has_persisted_ram: bool = False) -> None:
+        counters = _counters(has_tiers, has_persisted_ram)
         self._counters = {key: name for key, (name, _) in counters.items()}
         if has_reuse_filter:
             self._counters[_STORES_SKIPPED] = CPUOffloadingMetrics.STORES_SKIPPED
@@ -196,6 +216,11 @@ class MetricsReporter:
         if before is None or count != before:
             report.increase_counter(name, count - (before or 0), labels)
             self._reported[name, labels] = count
+
+
+def _counters(has_tiers: bool, has_persisted_ram: bool) -> dict[str, tuple[str, str]]:
+    tiered = _TIERED_COUNTERS if has_tiers else {}
+    return {**_COUNTERS, **tiered, **(_PERSISTED_RAM_COUNTERS if has_persisted_ram else {})}
 
 
 def _gauge(stats: ManagerStats, key: str) -> int:

@@ -14,15 +14,19 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvtier import __version__
 from kvtier.adapters.vllm.manager import VLLMManager
 from kvtier.adapters.vllm.metrics import metric_definitions
 from kvtier.adapters.vllm.worker import CPUPlatformWorker, PooledWorker
-from kvtier.errors import ConfigurationError, KVTierError
-from kvtier.runtime import Identity, build_stack, check_tiers, num_slots_for, parse_config
-from kvtier.runtime.identity import namespace_of
-from kvtier.runtime.tiers import tier_names
+from kvtier.errors import ConfigurationError, KVTierError, PoolError
+from kvtier.runtime import Identity, Stack, build_stack, check_tiers, num_slots_for, parse_config
+from kvtier.runtime.identity import element_bytes_of, namespace_of
+from kvtier.runtime.identity_record import LINE_PREFIX, IdentityRecord
+from kvtier.runtime.tiers import SharedSettings, tier_names
 from kvtier.tiers.memory_limits import check_pool_dir
 from kvtier.tiers.ram import RamPool, check_pool_size
+from kvtier.tiers.ram_keeper import RamKeeper
+from kvtier.tiers.ram_persist import PersistedPool, open_persisted, pool_path
 from kvtier.transfers.layout import SLOT_ALIGNMENT_BYTES
 
 logger = init_logger(__name__)
@@ -31,6 +35,8 @@ ONE_PROCESS_KEY = "kvtier.one_process"
 """Set by the connector: scheduler and worker share a process, so nobody else has to see the pool."""
 IDENTITY_KEY = "kvtier.identity"
 """Set by the connector in the scheduler: the fields of the namespace of persisted and shared tiers."""
+NO_IDENTITY_KEY = "kvtier.no_identity"
+"""Set with it: why there are none."""
 NUM_ENGINES_KEY = "kvtier.num_engines"
 """Set with it: how many data-parallel engines there are."""
 WEIGHTS_CHANGE_KEY = "kvtier.weights_may_change"
@@ -43,7 +49,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         settings = parse_config(extra_config)
-        return metric_definitions(settings.store_threshold > 1, bool(settings.tiers))
+        has_persisted_ram = settings.ram_persist is not None
+        return metric_definitions(settings.store_threshold > 1, bool(settings.tiers), has_persisted_ram)
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -56,21 +63,35 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self.num_slots = num_slots_for(self.settings, self.slot_bytes) if chunk_bytes else 0
         self._manager: VLLMManager | None = None
         self._worker: PooledWorker | None = None
+        self._fields: dict[str, Any] = {}
+        self._namespace: bytes | None = None
 
     def get_manager(self) -> VLLMManager:
         if self._manager is None:
             if self.num_slots < 1:
                 raise ConfigurationError("the model has no KV cache to offload")
             settings = self.settings
-            pool = self._create_pool()
+            identity = self._identity()
+            persisted = self._open_persisted(identity)
+            pool = persisted.pool if persisted is not None else self._create_pool()
             logger.info("kvtier: %s; eviction policy %s", pool.describe(), settings.policy)
             try:
                 enable_events = self.kv_events_config.enable_kv_cache_events
-                stack = build_stack(settings, pool.slots(), self._identity(), enable_events)
+                keeper = RamKeeper(persisted) if persisted is not None else None
+                stack = build_stack(settings, pool.slots(), identity, enable_events, keeper)
+                if persisted is not None:
+                    _tell_of_persisted(persisted, stack)
             except BaseException:
                 pool.close()
                 raise
-            self._manager = VLLMManager(stack, pool, settings.store_threshold > 1, tier_names(settings.tiers))
+            self._log_identity(stack)
+            self._manager = VLLMManager(
+                stack,
+                pool,
+                settings.store_threshold > 1,
+                tier_names(settings.tiers),
+                has_persisted_ram=settings.ram_persist is not None,
+            )
         return self._manager
 
     def _identity(self) -> Identity | None:
@@ -79,10 +100,61 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if not fields:
             return None
         parallel = self.config.parallel
-        namespace = namespace_of({**fields, "blocks_per_chunk": self.blocks_per_chunk, "slot_bytes": self.slot_bytes})
+        self._fields = {**fields, "blocks_per_chunk": self.blocks_per_chunk, "slot_bytes": self.slot_bytes}
+        self._namespace = namespace_of(self._fields)
         num_ranks = max(int(self.extra_config[NUM_ENGINES_KEY]), parallel.data_parallel_index + 1)
         may_change = bool(self.extra_config.get(WEIGHTS_CHANGE_KEY))
-        return Identity(namespace, self.config.model.name, parallel.data_parallel_index, num_ranks, may_change)
+        return Identity(
+            self._namespace,
+            self.config.model.name,
+            parallel.data_parallel_index,
+            num_ranks,
+            may_change,
+            element_bytes_of(fields["cache_dtype"], fields["dtype"]),
+        )
+
+    def _log_identity(self, stack: Stack) -> None:
+        """One line that says all of it: `kvtier doctor` reads it."""
+        wanted = tier_names(self.settings.tiers)
+        if wanted or self.settings.ram_persist is not None:
+            record = IdentityRecord(
+                namespace=self._namespace.hex() if self._namespace is not None else None,
+                fields=self._fields,
+                reason=self.extra_config.get(NO_IDENTITY_KEY),
+                wanted_tiers=wanted,
+                tiers=stack.tier_names,
+                epochs={
+                    name: tier.epoch
+                    for name, tier in zip(wanted, self.settings.tiers, strict=True)
+                    if isinstance(tier, SharedSettings)
+                },
+                model=self.config.model.name,
+                rank=self.config.parallel.data_parallel_index,
+                kvtier=__version__,
+            )
+            logger.info("%s%s", LINE_PREFIX, record.to_json())
+
+    def _open_persisted(self, identity: Identity | None) -> PersistedPool | None:
+        """The pool that an earlier process may have left; None if none is wanted or possible now: then RAM is as
+        always, and the log says why."""
+        settings = self.settings
+        if settings.ram_persist is None or identity is None:
+            return None
+        if identity.weights_may_change:
+            logger.warning(
+                "kvtier: nothing in RAM will outlive this process: weight_transfer_config may change the weights"
+            )
+            return None
+        if settings.pool_dir is not None:
+            check_pool_dir(settings.pool_dir)
+        path = pool_path(settings.ram_persist, settings.pool_dir, identity.rank)
+        try:
+            return open_persisted(path, self.num_slots, self.slot_bytes, identity.namespace, identity.label)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"ram_persist is {settings.ram_persist!r}: {error}") from error
+        except PoolError as error:
+            logger.error("kvtier: nothing in RAM will outlive this process: %s", error)
+            return None
 
     def _create_pool(self) -> RamPool:
         pool_dir = self.settings.pool_dir
@@ -107,6 +179,15 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
                 self._worker = AcceleratorWorker(*arguments)
         return self._worker
+
+
+def _tell_of_persisted(persisted: PersistedPool, stack: Stack) -> None:
+    num_blocks = stack.ram.get_stats().counters.get("restored_blocks", 0)
+    if persisted.empty_since:
+        logger.info("kvtier: the RAM pool begins empty: %s", persisted.empty_since)
+    else:
+        logger.info("kvtier: %d blocks of an earlier process are in RAM, to be checked at first use", num_blocks)
+    logger.info("kvtier: %s stays in memory when the engine ends; removing the file frees it", persisted.path)
 
 
 def _refuse_unsupported(config: OffloadingConfig) -> None:

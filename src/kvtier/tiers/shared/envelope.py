@@ -1,9 +1,10 @@
 """What lies in a shared store: one value a block, with a header and a checksum, and the name it lies under.
 
-    magic (8) | format version (2) | codec (1) | 0 (1) | namespace (32) | epoch (8) | reset salt (8) | key bytes (2)
-    | block bytes (8) | key | the block | xxh3 of the block, seeded with that of all that stands before it (8)
+    magic (8) | format version (2) | codec (1) | element bytes (1) | namespace (32) | epoch (8) | reset salt (8)
+    | key bytes (2) | block bytes (8) | key | the payload | xxh3 of the payload, seeded with that of the header (8)
 
-Little endian. The checksum stands last, so that a block is hashed piece by piece as it is moved, while it is in the
+Little endian. The payload is the block, or what `kvtier.tiers.shared.values` makes of it: its length is the value's,
+less the rest. The checksum stands last, so that a block is hashed piece by piece as it is moved, while it is in the
 processor's cache. Anybody can have written a value: nothing in it is used before the header says what the reader
 expects and the checksum holds.
 """
@@ -22,12 +23,15 @@ from kvtier.keys import OffloadKey
 MAGIC = b"kvtier\x00\xb1"
 FORMAT_VERSION = 1
 CODEC_NONE = 0
-"""The block's bytes as they are; the only codec so far."""
+"""The block's bytes as they are; no element bytes."""
+CODEC_PLANES = 1
+"""Byte planes of its elements, the highest of them compressed; see `kvtier.tiers.shared.codec`."""
 NAMESPACE_BYTES = 32
 SALT_BYTES = 8
 MAX_KEY_BYTES = 64
 
 _FIXED = struct.Struct("<8sHBB32sQ8sHQ")
+_ELEMENT_BYTES_AT = struct.calcsize("<8sHB")
 _CHECKSUM = struct.Struct("<Q")
 CHECKSUM_BYTES = _CHECKSUM.size
 
@@ -43,6 +47,7 @@ class Rejection(StrEnum):
     KEY = "the value is of another key"
     LENGTH = "the value's block has another length"
     CHECKSUM = "the bytes are not those that were stored"
+    STREAM = "the payload cannot be decompressed into the block"
 
 
 class EnvelopeError(KVTierError):
@@ -86,17 +91,23 @@ class Identity:
 
 
 def value_bytes(key_bytes: int, block_bytes: int) -> int:
-    """Size of the value of a block of `block_bytes` whose key has `key_bytes`."""
-    return _FIXED.size + key_bytes + block_bytes + CHECKSUM_BYTES
+    """Size of the value of a block of `block_bytes`, as it is, whose key has `key_bytes`."""
+    return header_bytes(key_bytes) + block_bytes + CHECKSUM_BYTES
 
 
-def header_of(identity: Identity, key: OffloadKey, block_bytes: int) -> bytes:
-    """What stands before the block."""
+def header_bytes(key_bytes: int) -> int:
+    """Size of what stands before the payload."""
+    return _FIXED.size + key_bytes
+
+
+def header_of(
+    identity: Identity, key: OffloadKey, block_bytes: int, coding: tuple[int, int] = (CODEC_NONE, 0)
+) -> bytes:
+    """What stands before the payload. `coding`: the codec, and the bytes of the block's elements where that matters."""
     fixed = _FIXED.pack(
         MAGIC,
         FORMAT_VERSION,
-        CODEC_NONE,
-        0,
+        *coding,
         identity.namespace,
         identity.epoch,
         identity.salt,
@@ -107,7 +118,7 @@ def header_of(identity: Identity, key: OffloadKey, block_bytes: int) -> bytes:
 
 
 class BlockChecksum:
-    """Of the block after `header`, piece by piece. O(bytes), without the GIL for pieces of 128 KiB and up."""
+    """Of a block or payload after `header`, piece by piece. O(bytes), without the GIL for pieces of 128 KiB and up."""
 
     def __init__(self, header: bytes) -> None:
         self._state = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(header))
@@ -116,26 +127,37 @@ class BlockChecksum:
         self._state.update(piece)
 
     def value(self) -> bytes:
-        """What stands after the block."""
+        """What stands after the payload."""
         return _CHECKSUM.pack(self._state.intdigest())
 
-    def check(self, checksum: bytes | bytearray) -> None:
-        """Raises EnvelopeError unless this is what stands after the block."""
+    def check(self, checksum: bytes | bytearray | memoryview) -> None:
+        """Raises EnvelopeError unless this is what stands after the payload."""
         if checksum != self.value():
             raise EnvelopeError(Rejection.CHECKSUM)
 
 
-def check_header(header: bytes | bytearray, identity: Identity, key: OffloadKey, block_bytes: int) -> None:
-    """Raises EnvelopeError unless `header` announces this very block. O(1)."""
-    if header == header_of(identity, key, block_bytes):
+def element_bytes_in(header: bytes | bytearray) -> int:
+    """What `header` says about the elements, true or not; 0 where it is too short to say."""
+    return header[_ELEMENT_BYTES_AT] if len(header) > _ELEMENT_BYTES_AT else 0
+
+
+def check_header(
+    header: bytes | bytearray,
+    identity: Identity,
+    key: OffloadKey,
+    block_bytes: int,
+    coding: tuple[int, int] = (CODEC_NONE, 0),
+) -> None:
+    """Raises EnvelopeError unless `header` announces this very block, in this coding. O(1)."""
+    if header == header_of(identity, key, block_bytes, coding):
         return
     if len(header) < _FIXED.size:
         raise EnvelopeError(Rejection.SIZE)
-    magic, version, codec, _, namespace, epoch, salt, key_bytes, length = _FIXED.unpack_from(header)
+    magic, version, *stored_coding, namespace, epoch, salt, key_bytes, length = _FIXED.unpack_from(header)
     wrong = (
         (magic != MAGIC, Rejection.MAGIC),
         (version != FORMAT_VERSION, Rejection.VERSION),
-        (codec != CODEC_NONE, Rejection.CODEC),
+        (tuple(stored_coding) != coding, Rejection.CODEC),
         ((namespace, epoch, salt) != (identity.namespace, identity.epoch, identity.salt), Rejection.IDENTITY),
         (key_bytes != len(key) or header[_FIXED.size : _FIXED.size + len(key)] != key, Rejection.KEY),
         (length != block_bytes, Rejection.LENGTH),

@@ -30,7 +30,7 @@ from kvtier.tiers.shared.envelope import (
 )
 from kvtier.tiers.shared.mooncake_config import MooncakeConfig
 from kvtier.tiers.shared.mooncake_master import check_master
-from kvtier.tiers.shared.native_calls import CallThread, LeftCalls, NativeCall, Result
+from kvtier.tiers.shared.native_calls import CLOSE_S, CallThread, LeftCalls, NativeCall, Result
 from kvtier.tiers.shared.store import BlockTransfer, StoreTimeoutError, StoreUnreachableError
 
 PREFIX = "kvtier:"
@@ -69,6 +69,7 @@ class MooncakeStore:
     """One master and its segments. Raises ConfigurationError where Mooncake's client is missing."""
 
     medium = "MOONCAKE"
+    supports_compression = False  # its client moves RAM slots as they are
 
     def __init__(self, config: MooncakeConfig) -> None:
         try:
@@ -259,7 +260,7 @@ class MooncakeConnection:
         self._thread.abort()
 
     def close(self) -> None:
-        self._thread.close()
+        self._thread.close(CLOSE_S)
         seals, self._seals = self._seals, None
         if seals is not None:
             self._store.give_back_seals(seals)

@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 from kvtier.tiers.shared.store import StoreTimeoutError, StoreUnreachableError
 
 Result = TypeVar("Result")
+CLOSE_S = 0.5
+"""How long to wait for a thread that has nothing to do but to end."""
 EXIT_S = 5.0
 """How long an interpreter that exits waits for calls: one that returns after it has gone aborts the process."""
 _running: set[NativeCall[Any]] = set()
@@ -119,7 +121,9 @@ class CallThread:
         self._queue: queue.SimpleQueue[NativeCall[Any] | None] = queue.SimpleQueue()
         self._current: NativeCall[Any] | None = None
         self._is_aborted = False
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._is_left = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def start(self, function: Callable[[], Result]) -> NativeCall[Result]:
         """Begins a call without waiting for it."""
@@ -144,6 +148,7 @@ class CallThread:
         self._current = None
         if is_over and not call.goes_on:
             return call.result()
+        self._is_left = True
         self._left.add(call)
         self.close()
         if self._is_aborted:
@@ -157,9 +162,11 @@ class CallThread:
         if call is not None:
             call.abort()
 
-    def close(self) -> None:
-        """The thread ends after what it is at."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """The thread ends after what it is at. Waits for that so long, unless it was left behind."""
         self._queue.put(None)
+        if wait_s and not self._is_left:
+            self._thread.join(wait_s)
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:

@@ -14,10 +14,8 @@ T = TypeVar("T")
 
 
 class OwnLoop:
-    """Used by one thread at a time; `abort` is for others. Whatever is awaited is over by its deadline, or cancelled.
-
-    Works on a thread on which another loop runs, too: then a thread is made for the time of the call.
-    """
+    """Used by one thread at a time, one on which no other loop runs (`on_a_thread`); `abort` is for others. Whatever
+    is awaited is over by its deadline, or cancelled."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -28,11 +26,17 @@ class OwnLoop:
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], deadline_s: float) -> T:
         """Waits for `work()`. Raises StoreTimeoutError past `deadline_s` (`time.monotonic`), StoreUnreachableError when
         aborted, and what `work` raises."""
+        with self._lock:
+            if self._is_aborted:
+                raise StoreUnreachableError("the connection is closed")
+            self._task = task = self._loop.create_task(_within(work, deadline_s))
         try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self._run(work, deadline_s)
-        return on_a_thread(lambda: self._run(work, deadline_s))
+            return self._loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            raise StoreUnreachableError("the operation was broken off") from None
+        finally:
+            with self._lock:
+                self._task = None
 
     def abort(self) -> None:
         """From another thread: what runs is cancelled, and so is all that comes."""
@@ -45,19 +49,6 @@ class OwnLoop:
         with self._lock:
             self._is_aborted = True
         self._loop.close()
-
-    def _run(self, work: Callable[[], Coroutine[Any, Any, T]], deadline_s: float) -> T:
-        with self._lock:
-            if self._is_aborted:
-                raise StoreUnreachableError("the connection is closed")
-            self._task = task = self._loop.create_task(_within(work, deadline_s))
-        try:
-            return self._loop.run_until_complete(task)
-        except asyncio.CancelledError:
-            raise StoreUnreachableError("the operation was broken off") from None
-        finally:
-            with self._lock:
-                self._task = None
 
 
 async def _within(work: Callable[[], Coroutine[Any, Any, T]], deadline_s: float) -> T:

@@ -21,12 +21,13 @@ import numpy.typing as npt
 
 from kvtier.errors import ConfigurationError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.shared.envelope import Identity, Rejection, value_bytes
+from kvtier.tiers.shared.envelope import Identity
 from kvtier.tiers.shared.own_loop import OwnLoop, each, on_a_thread
 from kvtier.tiers.shared.s3_config import S3Config
 from kvtier.tiers.shared.s3_errors import DeniedError, ExistsError, MissingError, ServerError, meaning_of
 from kvtier.tiers.shared.store import BlockTransfer, StoreRefusedError, StoreTimeoutError, StoreUnreachableError
-from kvtier.tiers.shared.whole_values import seal, size_of, unseal
+from kvtier.tiers.shared.values import OutgoingValue, may_be_block, refuse_size
+from kvtier.tiers.shared.whole_values import seal, unseal
 from kvtier.transfers.affinity import use_every_core_of_this_process
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class S3Store:
     """One bucket. Raises ConfigurationError where obstore is missing."""
 
     medium = "S3"
+    supports_compression = True
 
     def __init__(self, config: S3Config) -> None:
         try:
@@ -182,7 +184,8 @@ class S3Connection:
             if found and time.monotonic() > last_s:
                 return
             try:
-                found[key] = await self._size(_name(identity, key)) == value_bytes(len(key), block_bytes)
+                size = await self._size(_name(identity, key))
+                found[key] = size is not None and may_be_block(size, len(key), block_bytes)
             except ServerError as error:
                 failure = StoreUnreachableError(str(error))
 
@@ -251,8 +254,8 @@ class S3Connection:
     async def _load_one(self, block: BlockTransfer) -> None:
         try:
             reply: Any = await self._call(self._client.get_async, _name(block.identity, block.key))
-            if reply.meta["size"] != size_of(block):
-                block.reject(Rejection.SIZE)  # and is not read
+            if not _may_be(block, size := int(reply.meta["size"])):
+                refuse_size(block, size)  # and is not read
                 return
             value = await self._call(reply.bytes_async)
         except MissingError:
@@ -266,14 +269,14 @@ class S3Connection:
         name = _name(block.identity, block.key)
         try:
             size = None if overwrite else await self._size(name)
-            if size == size_of(block):
+            if _may_be(block, size):
                 block.succeed(0)
                 return
             await self._put(name, block, is_new=size is None and not overwrite)
         except (DeniedError, ServerError) as error:  # whoever may only read goes on reading
             block.fail(str(error))
         except ExistsError:
-            if await self._size(name) == size_of(block):
+            if _may_be(block, await self._size(name)):
                 block.succeed(0)
             else:
                 block.fail("another engine is storing it")
@@ -281,11 +284,12 @@ class S3Connection:
             block.succeed(block.buffer.nbytes)
 
     async def _put(self, name: str, block: BlockTransfer, is_new: bool) -> None:
-        size = size_of(block)
+        outgoing = OutgoingValue(block)
+        size = outgoing.num_bytes
         if self._spare and self._spare[-1].nbytes != size:
             self._spare.clear()
         value = self._spare.pop() if self._spare else np.empty(size, np.uint8)
-        seal(block, value)
+        seal(outgoing, value)
         if is_new and self._state.can_create:
             try:
                 await self._call(self._client.put_async, name, value.data, mode="create", use_multipart=False)
@@ -301,3 +305,8 @@ class S3Connection:
 def _name(identity: Identity, key: OffloadKey) -> str:
     """`v1/NAMESPACE/EPOCH-SALT/KEY`, for lifecycle rules to go by; the header is what counts."""
     return identity.path.decode().replace(":", "/") + key.hex()
+
+
+def _may_be(block: BlockTransfer, size: int | None) -> bool:
+    """Whether an object of `size` bytes, None where there is none, may be that of the block."""
+    return size is not None and may_be_block(size, len(block.key), block.buffer.nbytes)

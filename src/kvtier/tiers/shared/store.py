@@ -55,6 +55,12 @@ class BlockTransfer:
     """(block_bytes,) uint8: its RAM slot."""
     is_new: bool = False
     """The store did not have it a moment ago: not worth a question before it is stored."""
+    encode_element_bytes: int = 0
+    """How it is to be compressed on its way out: the bytes of its elements. 0: not."""
+    payload_bytes: int = 0
+    """Of its value, when it was last moved; 0: it was not."""
+    codec_s: float = 0.0
+    """Of the time that this took, for compressing or decompressing."""
     queued_s: float = 0.0
     """As are all of its times: by `time.monotonic`, on the threads."""
     began: bool = False
@@ -134,6 +140,8 @@ class Store(Protocol):
 
     medium: str
     """For events and metrics, for example `"VALKEY"`."""
+    supports_compression: bool
+    """It moves `OutgoingValue` and `IncomingValue`, of whatever length. If not, compression is refused for it."""
 
     @property
     def place(self) -> str:
@@ -151,5 +159,6 @@ class Store(Protocol):
         ...
 
     def connect(self, deadline_s: float) -> StoreConnection:
-        """A new connection over which the store has answered. Raises as the methods of a connection do."""
+        """A new connection. The store has answered over it, or lately over another one. Raises as the methods of a
+        connection do."""
         ...

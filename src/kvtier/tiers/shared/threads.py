@@ -8,10 +8,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from kvtier.keys import OffloadKey
+from kvtier.tiers.shared.compressor import Compressor
+from kvtier.tiers.shared.config import ThreadLimits
 from kvtier.tiers.shared.envelope import Identity
 from kvtier.tiers.shared.line import Line
 from kvtier.tiers.shared.loss_log import LossLog
@@ -25,24 +26,6 @@ ABORT_AFTER_S = 0.2
 """After a stop, how long what runs may go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadLimits:
-    """How many and how long. Seconds are of single operations."""
-
-    num_connections: int
-    """Threads that move blocks, a connection each; the last one for loads alone."""
-    max_run_blocks: int
-    """Moved in one operation at most."""
-    block_bytes: int
-    connect_timeout_s: float
-    lookup_timeout_s: float
-    transfer_timeout_s: float
-    queue_timeout_s: float
-    """A block that could not begin by then fails."""
-    min_backoff_s: float = 0.1
-    max_backoff_s: float = 5.0
-
-
 class StoreThreads:
     """Moves blocks, loads before stores; asks for keys in batches. A store that is down is known to be: then everything
     fails at once until a connection has been made again, which is tried all the time, ever more rarely.
@@ -50,9 +33,10 @@ class StoreThreads:
     Everything public is for the tier's caller, and returns at once, unless it says that it waits.
     """
 
-    def __init__(self, store: Store, limits: ThreadLimits) -> None:
+    def __init__(self, store: Store, limits: ThreadLimits, compressor: Compressor) -> None:
         self._store = store
         self._limits = limits
+        self._compressor = compressor
         self._lock = threading.Lock()
         self._work_ready = threading.Condition(self._lock)
         self._asking_ready = threading.Condition(self._lock)
@@ -257,11 +241,14 @@ class StoreThreads:
             self._progress.notify_all()
 
     def _move(self, line: Line, run: Sequence[BlockTransfer], overwrite: bool) -> StuckCall | None:
-        begun_s = time.monotonic()
+        begun_s = moving_s = time.monotonic()
 
         def operation(connection: StoreConnection, deadline_s: float) -> None:
+            nonlocal moving_s
+            moving_s = time.monotonic()  # there is a connection
             left = [block for block in run if not block.done]
             if left and left[0].job.is_store:
+                self._compressor.before_stores(left, moving_s)
                 connection.store(left, overwrite or all(block.is_new for block in left), deadline_s)
             elif left:
                 connection.load(left, deadline_s)
@@ -272,14 +259,15 @@ class StoreThreads:
             block.begun_s, block.ended_s = begun_s, ended_s
             if not block.done:
                 block.fail(failure.reason if failure else "the store said nothing about it")
-        if failure and failure.timed_out:
+        if failure is None:
+            self._note_use()
+            self._compressor.after_moves(run, moving_s, ended_s)
+        elif failure.timed_out:
             with self._lock:
                 self._is_suspect = True
                 self._asking_ready.notify()
-        elif failure:
-            self._note_loss(failure.reason)
         else:
-            self._note_use()
+            self._note_loss(failure.reason)
         return failure.stuck if failure else None
 
     # -- the thread that asks --------------------------------------------------------------------------------
@@ -333,10 +321,12 @@ class StoreThreads:
     def _do(self, operation: Callable[[StoreConnection, float], None]) -> bool:
         if self._down_reason:
             return False
+        begun_s = time.monotonic()
         failure = self._asking_line.run(operation, self._limits.lookup_timeout_s)
         if failure:
             self._note_loss(failure.reason)
         else:
+            self._compressor.note_round_trip(time.monotonic() - begun_s)
             self._backoff_s = 0.0
             self._note_use()
         return failure is None

@@ -7,13 +7,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigurationError, InvariantError, ManagerUsageError
+from kvtier.errors import InvariantError, ManagerUsageError
 from kvtier.interfaces import Residency
 from kvtier.keys import OffloadKey
 from kvtier.tier_interfaces import (
@@ -27,57 +26,19 @@ from kvtier.tier_interfaces import (
 )
 from kvtier.tiers.jobs import ALREADY_STORING, NOT_THERE, OpenJob, check_pool, check_submission
 from kvtier.tiers.shared.answers import AnswerBook
+from kvtier.tiers.shared.compressor import Compressor
+from kvtier.tiers.shared.config import SharedConfig
 from kvtier.tiers.shared.envelope import MAX_KEY_BYTES, SALT_BYTES, Identity
 from kvtier.tiers.shared.store import BlockTransfer, Store
-from kvtier.tiers.shared.threads import StoreThreads, ThreadLimits
+from kvtier.tiers.shared.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
 
-MAX_RUN_BYTES = 4 << 20
-"""Blocks of one job are moved in one operation up to this size."""
 MAX_FAILURES = 3
 """So many stores failed one after the other: stores are refused for a while."""
 PAUSE_S = 10.0
-MIN_ABSENT_S = 0.05
 STOP_S = 0.8
 """How long `close` waits for threads, after the flush."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedConfig:
-    """What every shared tier can be told. Checked when made: raises ConfigurationError. Seconds throughout."""
-
-    namespace: bytes
-    """32 bytes: digest of everything that makes two engines' bytes interchangeable."""
-    num_connections: int = 4
-    """For moving blocks, a thread each; one more asks."""
-    connect_timeout_s: float = 1.0
-    lookup_timeout_s: float = 0.5
-    """A look-up that was not answered by then is answered with absent."""
-    transfer_timeout_s: float = 2.0
-    """One operation on `MAX_RUN_BYTES` of blocks, or one block."""
-    queue_timeout_s: float = 5.0
-    """A block whose transfer could not begin by then fails."""
-    present_s: float = 10.0
-    """How long a block is believed to be there."""
-    absent_s: float = 1.0
-    """How long a block is believed to be absent: so long another engine's store may go unnoticed. An answer that is
-    too old when the engine asks again is no answer, so this has to be longer than what passes between two polls."""
-    max_keys: int = 1 << 16
-    """Remembered as there, as absent, and asked for at once, each."""
-    max_storing_bytes: int = 256 << 20
-    """Blocks that wait to be stored hold RAM slots; beyond this, further stores are refused."""
-
-    def __post_init__(self) -> None:
-        Identity(self.namespace, 0)
-        for name in ("num_connections", "max_keys", "max_storing_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
-        for name in ("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s", "queue_timeout_s", "present_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; allowed: more than 0 seconds")
-        if not MIN_ABSENT_S <= self.absent_s < float("inf"):
-            raise ConfigurationError(f"absent_s is {self.absent_s}; allowed: {MIN_ABSENT_S} or more seconds")
 
 
 class SharedTier(Tier):
@@ -113,7 +74,8 @@ class SharedTier(Tier):
         self._clock = clock
         self._identity = Identity(config.namespace, 0)
         self._book = AnswerBook(config.present_s, config.absent_s, config.lookup_timeout_s, config.max_keys)
-        self._threads = StoreThreads(store, self._limits(1))
+        self._compressor = Compressor(config.compression, config.element_bytes, store)
+        self._threads = StoreThreads(store, config.thread_limits(1), self._compressor)
         self._is_attached = False
         self._pool: npt.NDArray[np.uint8] = np.empty((0, 0), np.uint8)
         self._jobs: dict[int, OpenJob] = {}
@@ -138,7 +100,7 @@ class SharedTier(Tier):
         self._pool = pool
         self._identity = Identity(self.config.namespace, self._epoch_store.current())
         self._store.attach(pool)
-        self._threads = StoreThreads(self._store, self._limits(pool.shape[1]))
+        self._threads = StoreThreads(self._store, self.config.thread_limits(pool.shape[1]), self._compressor)
         self._now_s = self._clock()
         self._threads.start()
         self._down_reason = self._threads.down_reason
@@ -293,6 +255,7 @@ class SharedTier(Tier):
                 **dict.fromkeys(("stored_blocks", "loaded_blocks", "evicted_blocks", "shed_blocks"), 0),
                 **dict.fromkeys(("failed_store_blocks", "failed_load_blocks", "corrupt_blocks"), 0),
                 **self._counters,
+                **self._compressor.counters,
                 "shed_lookups": self._book.num_shed,
                 "connection_losses": self._threads.num_connection_losses,
             },
@@ -314,18 +277,6 @@ class SharedTier(Tier):
                 raise InvariantError(f"block {key.hex()} is being stored by a transfer of something else")
 
     # -- private ---------------------------------------------------------------------------------------------
-
-    def _limits(self, block_bytes: int) -> ThreadLimits:
-        config = self.config
-        return ThreadLimits(
-            num_connections=config.num_connections,
-            max_run_blocks=max(1, MAX_RUN_BYTES // block_bytes),
-            block_bytes=block_bytes,
-            connect_timeout_s=config.connect_timeout_s,
-            lookup_timeout_s=config.lookup_timeout_s,
-            transfer_timeout_s=config.transfer_timeout_s,
-            queue_timeout_s=config.queue_timeout_s,
-        )
 
     def _acceptable(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """The leading keys that there is room for."""

@@ -19,6 +19,7 @@ class ValkeyStore:
     """One server, or a cluster: which, the server says. Raises ConfigurationError where redis-py is missing."""
 
     medium = "VALKEY"
+    supports_compression = True
 
     def __init__(self, config: ValkeyConfig) -> None:
         try:

@@ -16,17 +16,16 @@ from kvtier.errors import ConfigurationError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.shared.envelope import (
     CHECKSUM_BYTES,
-    BlockChecksum,
     EnvelopeError,
     Identity,
     Rejection,
-    check_header,
-    header_of,
+    header_bytes,
     value_bytes,
 )
 from kvtier.tiers.shared.resp import Buffer, ErrorReply, Reply, RespStream
 from kvtier.tiers.shared.store import BlockTransfer, StoreRefusedError, StoreTimeoutError, StoreUnreachableError
 from kvtier.tiers.shared.valkey_config import Address, ValkeyConfig
+from kvtier.tiers.shared.values import IncomingValue, OutgoingValue, may_be_block, refuse_size
 
 _GONE = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "READONLY")
 """Errors of a server that cannot be used now."""
@@ -227,33 +226,30 @@ class ValkeyConnection:
             else:
                 block.fail(f"the server says: {size.text}")
             return None
-        if size != value_bytes(len(block.key), block.buffer.nbytes):
-            block.reject(Rejection.SIZE)
+        if not may_be_block(size, len(block.key), block.buffer.nbytes):
+            refuse_size(block, size)
             if size > MAX_SKIPPED_BYTES:
                 raise StoreUnreachableError(f"a value has {size} bytes, and is not read")
             stream.skip(size)
         else:
-            self._read_value(block)
+            self._read_value(block, size)
         stream.end_body()
         return None
 
     def send_set(self, block: BlockTransfer) -> None:
         """The block, from its buffer."""
         name = self._prefix + block.identity.path + block.key
-        header = header_of(block.identity, block.key, block.buffer.nbytes)
-        size = value_bytes(len(block.key), block.buffer.nbytes)
-        checksum = BlockChecksum(header)
+        value = OutgoingValue(block)
         before: list[Buffer] = [
-            b"*%d\r\n%s$%d\r\n" % (5 if self._expiry else 3, _arguments(b"SET", name), size),
-            header,
+            b"*%d\r\n%s$%d\r\n" % (5 if self._expiry else 3, _arguments(b"SET", name), value.num_bytes),
+            value.header,
         ]
-        data = block.buffer.data
-        for begin in range(0, len(data), SENT_BYTES):
-            piece = data[begin : begin + SENT_BYTES]
-            checksum.update(piece)
+        for begin in range(0, len(value.payload), SENT_BYTES):
+            piece = value.payload[begin : begin + SENT_BYTES]
+            value.checksum.update(piece)
             self._stream.send([*before, piece])
             before = []
-        self._stream.send([*before, checksum.value(), b"\r\n", self._expiry])
+        self._stream.send([*before, value.checksum.value(), b"\r\n", self._expiry])
 
     def read_set(self, block: BlockTransfer) -> ErrorReply | None:
         """How that went. As of `read_get`."""
@@ -282,22 +278,21 @@ class ValkeyConnection:
         answer = dict(zip(sent, lines, strict=True))
         return [answer[key] for key in keys]
 
-    def _read_value(self, block: BlockTransfer) -> None:
+    def _read_value(self, block: BlockTransfer, size: int) -> None:
         stream = self._stream
-        header = bytearray(len(header_of(block.identity, block.key, block.buffer.nbytes)))
+        header = bytearray(header_bytes(len(block.key)))
         stream.read_into(memoryview(header))
         try:
-            check_header(header, block.identity, block.key, block.buffer.nbytes)
+            value = IncomingValue(block, header, size)
         except EnvelopeError as error:
             block.reject(error.rejection)
-            stream.skip(block.buffer.nbytes + CHECKSUM_BYTES)
+            stream.skip(size - len(header))
             return
-        checksum = BlockChecksum(bytes(header))
-        stream.read_into(block.buffer.data, checksum.update)
+        stream.read_into(value.payload, value.checksum.update)
         stored = bytearray(CHECKSUM_BYTES)
         stream.read_into(memoryview(stored))
         try:
-            checksum.check(stored)
+            value.finish(stored)
         except EnvelopeError as error:
             block.reject(error.rejection)
         else:
@@ -310,11 +305,15 @@ def are_whole(lines: Sequence[bytes], keys: Sequence[OffloadKey], block_bytes: i
     for line in set(lines):
         if line[:1] == b"-" and not line.startswith(b"-WRONGTYPE"):
             raise refusal(ErrorReply.of(line))
-    sizes = set(map(len, keys))
-    whole = {size: b":%d" % value_bytes(size, block_bytes) for size in sizes}
-    if len(sizes) == 1:
-        return list(map(whole.popitem()[1].__eq__, lines))
-    return [line == whole[len(key)] for line, key in zip(lines, keys, strict=True)]
+    whole = {size: b":%d" % value_bytes(size, block_bytes) for size in set(map(len, keys))}
+    return [
+        line == whole[len(key)] or (line != b":0" and _may_be_block(line, key, block_bytes))
+        for line, key in zip(lines, keys, strict=True)
+    ]
+
+
+def _may_be_block(line: bytes, key: OffloadKey, block_bytes: int) -> bool:
+    return line[:1] == b":" and line[1:].isdigit() and may_be_block(int(line[1:]), len(key), block_bytes)
 
 
 def without(blocks: Sequence[BlockTransfer], there: Sequence[bool]) -> list[BlockTransfer]:
