@@ -94,6 +94,7 @@ class TestValkeyClusterTier(UnboundedTierConformance):
     durable = True
     answers_at_once = False
     prefix = "kvtier:"
+    compression = "off"
 
     @pytest.fixture(autouse=True)
     def _cluster(self, cluster: ClusterServers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +105,8 @@ class TestValkeyClusterTier(UnboundedTierConformance):
 
     def make_tier(self, capacity_blocks: int) -> Tier:
         # a busy machine's answers take their time
-        config = SharedConfig(NAMESPACE, lookup_timeout_s=10.0, transfer_timeout_s=10.0)
+        times = {"lookup_timeout_s": 10.0, "transfer_timeout_s": 10.0}
+        config = SharedConfig(NAMESPACE, compression=self.compression, **times)
         store = ValkeyStore(self.cluster.config(prefix=self.prefix))
         return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
 
@@ -113,10 +115,11 @@ class TestValkeyClusterTier(UnboundedTierConformance):
 
 
 class TestValkeyClusterTierOneSlot(TestValkeyClusterTier):
-    """Blocks of no particular size, all of them in one slot."""
+    """Blocks of no particular size, compressed, all of them in one slot."""
 
     slot_bytes = 5003
     prefix = "{kvtier}:"
+    compression = "on"
 
 
 class TestS3Tier(UnboundedTierConformance):
