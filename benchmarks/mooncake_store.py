@@ -99,6 +99,7 @@ class Bench:
         store = MooncakeStore(MooncakeConfig("127.0.0.1", port))
         settings = SharedConfig(
             NAMESPACE,
+            num_connections=2,  # Mooncake's client polls while it waits: a call costs a core
             connect_timeout_s=TIMEOUT_S,
             transfer_timeout_s=TIMEOUT_S,
             lookup_timeout_s=TIMEOUT_S,

@@ -13,7 +13,7 @@ from kvtier.runtime import Config, check_tiers, parse_config
 from kvtier.runtime import tiers as registry
 from kvtier.runtime.disk import DiskSettings
 from kvtier.runtime.tiers import SHARED_OPTIONS, STORES, SharedSettings
-from kvtier.tiers.shared import MooncakeConfig, S3Config, SharedConfig, ValkeyConfig
+from kvtier.tiers.shared import FolderConfig, MooncakeConfig, S3Config, SharedConfig, ValkeyConfig
 
 SECRET = "hunter2-very-secret"
 NAMESPACE = bytes(range(32))
@@ -54,8 +54,11 @@ def test_a_disk_url_says_what_the_short_form_does() -> None:
 
 def test_the_stores_that_there_are() -> None:
     s3 = "s3://bucket/some/prefix?region=eu-central-1&connections=8"
-    tiers = config_of("valkey://host", s3, "mooncake://master?segment=1GiB").shared
-    assert [tier.make_store().medium for tier in tiers] == ["VALKEY", "S3", "MOONCAKE"]
+    file = "file:///mnt/kv?capacity=1GiB&min_free=0"
+    tiers = config_of("valkey://host", s3, "mooncake://master?segment=1GiB", file).shared
+    assert [tier.make_store().medium for tier in tiers] == ["VALKEY", "S3", "MOONCAKE", "FILE"]
+    assert tiers[3].store == FolderConfig("/mnt/kv", 1 << 30, 0)
+    assert tiers[2].config(NAMESPACE).num_connections == 2
     assert tiers[2].store == MooncakeConfig("master", segment_bytes=1 << 30)
     assert tiers[1].store == S3Config("bucket", "some/prefix", region="eu-central-1")
     assert tiers[1].config(NAMESPACE).num_connections == 8

@@ -13,7 +13,13 @@ import pytest
 
 from kvtier.errors import ConfigurationError
 from kvtier.keys import extend_key, make_offload_key
-from kvtier.runtime.identity import AdapterFiles, FilesChangingError, namespace_of, weights_identity
+from kvtier.runtime.identity import (
+    AdapterFiles,
+    FilesChangingError,
+    element_bytes_of,
+    namespace_of,
+    weights_identity,
+)
 
 FIELDS = {
     "weights": "abc",
@@ -183,3 +189,20 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
     assert AdapterFiles().read(tmp_path) is None
     with pytest.raises(OSError, match="nowhere"):
         AdapterFiles().read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "model_dtype", "expected"),
+    [
+        ("auto", "torch.bfloat16", 2),
+        ("auto", "torch.float16", 2),
+        ("auto", "torch.float32", 4),
+        ("bfloat16", "torch.float32", 2),
+        ("fp8", "torch.bfloat16", 1),
+        ("fp8_e4m3", "torch.float16", 1),
+        ("fp8_ds_mla", "torch.bfloat16", 1),
+        ("something new", "torch.bfloat16", 1),
+    ],
+)
+def test_the_size_of_an_element_by_the_names_of_its_type(cache_dtype: str, model_dtype: str, expected: int) -> None:
+    assert element_bytes_of(cache_dtype, model_dtype) == expected

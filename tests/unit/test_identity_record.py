@@ -120,6 +120,16 @@ def test_an_epoch_that_both_have_is_a_difference(save, capsys):
     assert run(["doctor", one, save("c.json", record(epochs={"s3": 7}).to_json())]) == 0
 
 
+def test_an_engine_whose_weights_may_change_shares_with_nobody(save, capsys):
+    one, two = save("a.json", record().to_json()), save("b.json", record(weights_may_change=True).to_json())
+    assert run(["doctor", one, two]) == 1
+    said = capsys.readouterr().out
+    assert f"{two} is made to be given other weights" in said
+    assert "find each other's" not in said
+    assert run(["doctor", two]) == 0
+    assert "shares with nobody" in capsys.readouterr().out
+
+
 def test_tiers_that_are_off_and_why(save, capsys):
     refused, failed = save("refused.log", log(REFUSED)), save("failed.log", log(record(tiers=[])))
     assert run(["doctor", refused]) == 1

@@ -369,12 +369,12 @@ def test_expired_by_a_rule_is_a_miss(s3_server: S3Server, prefix: str) -> None:
     driver.close()
 
 
-def test_nothing_outside_the_prefix_is_touched(s3_server: S3Server, prefix: str) -> None:
+def test_nothing_outside_the_prefix_is_touched(s3_server: S3Server, proxy: AnsweringProxy, prefix: str) -> None:
     outside = s3_server.client("")
-    name = f"{prefix}-of-somebody-else/{name_of(KEY)}"
-    outside.put(name, b"own")
-    before = set(s3_server.names("team"))
-    driver = open_driver(s3_server.config(prefix))
+    somebody_s = [f"{folder}/{name_of(key)}" for folder in (f"{prefix}-2", f"{prefix}/v2") for key in make_keys(6)]
+    for name in somebody_s:
+        outside.put(name, b"own")
+    driver = open_driver(s3_server.config(prefix, proxy.port))
     keys = make_keys(6)
     store_all(driver, keys)
     check_loads(driver, keys)
@@ -384,12 +384,12 @@ def test_nothing_outside_the_prefix_is_touched(s3_server: S3Server, prefix: str)
     store_all(driver, keys)
     assert driver.tier.flush(10.0)
     driver.close()
-    assert bytes(outside.get(name).bytes()) == b"own"
-    after = set(s3_server.names("team"))
-    assert before <= after
-    mine = {name for name in after - before if f"team/{name}".startswith(f"{prefix}/v1/{NAMESPACE[:16].hex()}/")}
-    assert after - before == mine
-    epochs = sorted(name.split("/")[3].split("-")[0] for name in mine)
+    assert [bytes(outside.get(name).bytes()) for name in somebody_s] == [b"own"] * 12
+    asked_for = [path for method, path in proxy.seen if method != "POST"]
+    assert all(path.startswith(f"/kvtier-tests/{prefix}/v1/") for path in asked_for)
+    mine = s3_server.names(f"{prefix}/v1")
+    assert {name.split("/")[-3] for name in mine} == {NAMESPACE[:16].hex()}
+    epochs = sorted(name.split("/")[-2].split("-")[0] for name in mine)
     assert epochs == ["0"] * 3 + ["1"] * 6, "a rule by prefix can tell epochs"
 
 

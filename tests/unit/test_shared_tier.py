@@ -395,7 +395,7 @@ def test_what_waits_to_be_removed_is_overwritten_instead() -> None:
     driver.close()
 
 
-def test_a_removal_of_before_a_reset_is_not_taken_back_by_a_store_after_it() -> None:
+def test_what_is_stored_after_a_reset_is_not_what_waits_to_be_removed() -> None:
     store = FakeStore()
     driver = open_driver(store, lookup_timeout_s=GIVE_UP_S)
     keys = make_keys(2)
@@ -406,7 +406,7 @@ def test_a_removal_of_before_a_reset_is_not_taken_back_by_a_store_after_it() -> 
     wait_for(driver, lambda: store.asked)
     driver.tier.drop(keys[:1])
     driver.tier.reset(1)
-    driver.store(keys)
+    assert driver.store(keys) is not None
     store.gate.set()
     assert driver.tier.flush(GIVE_UP_S)
     assert sorted((identity.epoch, key) for identity, key in store.blocks) == [(0, keys[1]), (1, keys[0]), (1, keys[1])]
@@ -526,4 +526,25 @@ def test_attached_twice() -> None:
     driver = open_driver(FakeStore())
     with pytest.raises(ManagerUsageError):
         driver.tier.attach(driver.pool)
+    driver.close()
+
+
+def test_a_removal_is_of_the_block_that_was_dropped_whatever_is_stored_under_its_key_since() -> None:
+    """After a reset the key is that of another block."""
+    store = FakeStore()
+    driver = open_driver(store, lookup_timeout_s=GIVE_UP_S)
+    keys = make_keys(3)
+    driver.store(keys)
+    store.held = {"lookup"}
+    store.gate.clear()
+    driver.tier.lookup(make_keys(1, "asked"))  # and the thread that removes waits for that
+    wait_for(driver, lambda: store.asked)
+    driver.tier.drop(keys[:2])
+    driver.tier.reset(1)
+    driver.store(keys)
+    store.gate.set()
+    assert driver.tier.flush(GIVE_UP_S)
+    kept = {key for identity, key in store.blocks if identity == Identity(NAMESPACE, 0)}
+    assert kept == {keys[2]}
+    assert len(store.blocks) == 1 + 3
     driver.close()

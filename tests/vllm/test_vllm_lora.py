@@ -29,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(dense: Path, folder: Path, start_engine: Callable[..., Engine]) -> Engine:
     """One for the module: LoRA is on, and a disk lies behind the RAM."""
-    return start_engine(dense, **engine_options(folder))
+    engine = start_engine(dense, **engine_options(folder))
+    engine.manager.adapters._calls._timeout_s = PATIENCE_S  # other tests may have all the cores
+    return engine
 
 
 @pytest.fixture
@@ -178,6 +180,21 @@ def test_files_that_changed_since_they_were_loaded(engine, lines, tmp_path, ahea
         assert (ask.tokens, ask.num_cached) == (expected, 0)
     assert blocks_on_disk(engine) == num_blocks
     assert len([line for line in lines() if f"'{path.name}'" in line]) == 1
+
+
+def test_a_load_that_fails_leaves_nobody_knows_what(engine, tmp_path):
+    prompt, path = new_prompt(LENGTH), make_adapter(tmp_path / "a", 5)
+    old = adapter(path)
+    engine.llm.add_lora(old)
+    assert engine.ask_afresh(prompt, adapter=old).num_cached == 0
+    (path / "adapter_model.safetensors").write_bytes(b"torn")
+    again = adapter(path, number=old.lora_int_id, load_inplace=True)
+    with pytest.raises(Exception, match=r"header|safetensors|Error"):
+        engine.llm.add_lora(again)
+    make_adapter(path, 5)
+    assert engine.ask_afresh(prompt, adapter=old).num_cached == 0
+    engine.llm.add_lora(again)
+    assert engine.ask_afresh(prompt, adapter=again).num_cached == IN_BLOCKS
 
 
 def test_files_that_change_while_a_request_runs(engine, tmp_path):

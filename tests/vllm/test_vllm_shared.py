@@ -96,23 +96,23 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     store.stop()
 
 
-def settings_of(store: SharedStore) -> dict[str, Any]:
+def settings_of(store: SharedStore, options: str = "") -> dict[str, Any]:
     """A tiny model computes faster than any store answers: what waiting costs is not compared."""
-    return {"ram": 64 * BLOCK_BYTES, "deadline_s": 60, "prefill_tokens_per_s": 0, "tiers": [store.url]}
+    return {"ram": 64 * BLOCK_BYTES, "deadline_s": 60, "prefill_tokens_per_s": 0, "tiers": [store.url + options]}
 
 
 class FirstEngine:
-    """An engine in this process, where there can be one at a time."""
+    """An engine in this process, where there can be one at a time. It compresses what it stores, the other does not."""
 
-    def __init__(self, shelf: Any, model: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, shelf: Any, model: Path, settings: dict[str, Any], num_blocks: int = 40) -> None:
         self._shelf = shelf
-        self._made_of = model, settings
+        self._model = model
+        self._options = {"settings": settings, "num_blocks": num_blocks}
 
     def start(self) -> Engine:
         """With everything empty but the store."""
         self._shelf.discard()
-        model, settings = self._made_of
-        return self._shelf.get(model, settings=settings)
+        return self._shelf.get(self._model, **self._options)
 
     def stop(self) -> None:
         """In good order: what had no turn yet goes down."""
@@ -123,7 +123,7 @@ class FirstEngine:
 
 @pytest.fixture
 def first(_shelf: Any, dense: Path, store: SharedStore) -> Iterator[FirstEngine]:
-    yield (engine := FirstEngine(_shelf, dense, settings_of(store)))
+    yield (engine := FirstEngine(_shelf, dense, settings_of(store, "&compression=on")))
     engine.stop()
 
 
@@ -203,7 +203,7 @@ def test_a_fresh_process_finds_what_an_engine_that_has_stopped_computed(expected
     found = [other.ask(prompt) for prompt in prompts]
     assert [tokens for tokens, _ in found] == expected(prompts)
     assert [num_cached for _, num_cached in found] == [IN_BLOCKS] * len(prompts)
-    assert other.counter("loaded_blocks") == num_blocks
+    assert other.counter("loaded_blocks") == other.counter("decompressed_blocks") == num_blocks
     assert other.counter("stored_blocks") == 0
 
 
@@ -285,10 +285,11 @@ def test_a_store_that_is_killed_under_an_engine_costs_hits_and_nothing_else(expe
         assert time.monotonic() < give_up_at_s, "what is stored after the store is back is not found"
 
 
-def test_a_model_with_several_kv_groups(hybrid, plain, _shelf, tmp_path, request):  # noqa: PT019 (it is used)
+def test_a_model_with_several_kv_groups(hybrid, plain, tmp_path, request):
+    shelf = request.getfixturevalue("_shelf")
     store = Valkey(tmp_path)
     request.addfinalizer(store.stop)
-    engines = FirstEngine(_shelf, hybrid, {**settings_of(store), "ram": "16MiB"})
+    engines = FirstEngine(shelf, hybrid, {**settings_of(store), "ram": "16MiB"}, num_blocks=130)
     request.addfinalizer(engines.stop)
     prompts = [new_prompt(LENGTH) for _ in range(4)]
     right = plain(hybrid).answers(prompts)

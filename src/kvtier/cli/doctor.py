@@ -27,6 +27,7 @@ STDIN = "-"
 MAX_SAVED_CHARACTERS = 16 << 20
 """Of a file that is no log. Of a log only the lines count that say an identity."""
 _MIN_WIDTH = 100
+_MAY_CHANGE = "is made to be given other weights while it runs (weight_transfer_config), so it shares with nobody"
 _MEANINGS = {
     "weights": "the weight files by content, or weights_id",
     "model": "the model's own settings",
@@ -114,6 +115,8 @@ def _show(record: IdentityRecord, as_json: bool) -> bool:
         _print(table)
     _print(Text(f"model      {record.model}, kvtier {record.kvtier}, data-parallel rank {record.rank}"))
     _print(Text(f"namespace  {record.namespace or 'none: ' + (record.reason or 'nobody has said why')}"))
+    if record.weights_may_change:
+        _print(Text(f"sharing    none: {_MAY_CHANGE}"))
     for tier in record.wanted_tiers:
         off = "off: " + (record.reason or "the engine's log says why")
         _print(Text(f"{tier:9}  {'on' if tier in record.tiers else off}"))
@@ -124,13 +127,15 @@ def _compare(names: list[str], records: list[IdentityRecord], as_json: bool) -> 
     one, other = records
     both = one.namespace is not None and other.namespace is not None
     rows = differences(one, other) if both else []
-    same = both and not rows and one.namespace == other.namespace
+    may_change = [record.weights_may_change for record in records]
+    same = both and not rows and one.namespace == other.namespace and not any(may_change)
     if as_json:
         print_json(
             {
                 "same": same,
                 "namespaces": [record.namespace for record in records],
                 "reasons": [record.reason for record in records],
+                "weights_may_change": may_change,
                 "different": [{"field": path, "values": values} for path, *values in rows],
             }
         )
@@ -138,6 +143,8 @@ def _compare(names: list[str], records: list[IdentityRecord], as_json: bool) -> 
     for name, record in zip(names, records, strict=True):
         if record.namespace is None:
             _print(Text(f"{name} has no namespace, so no tier below RAM: {record.reason or 'nobody has said why'}"))
+        if record.weights_may_change:
+            _print(Text(f"{name} {_MAY_CHANGE}"))
     if rows:
         table = _table("field", *names)
         for path, *values in rows:

@@ -36,6 +36,8 @@ class IdentityRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Those that are in use."""
     epochs: dict[str, int] = {}
     """Of the weights, for the shared ones, as the settings have them."""
+    weights_may_change: bool = False
+    """The engine is made to be given other weights while it runs: shared tiers share nothing with others."""
     model: str
     rank: int = 0
     """Among data-parallel engines."""

@@ -20,16 +20,19 @@ from kvtier.errors import ConfigurationError
 from kvtier.runtime.disk import ADMISSIONS, DISK_OPTIONS, DiskSettings, check_folders, parse_disk
 from kvtier.runtime.values import Checks, checked, number, one_of, parse_size, whole
 from kvtier.tiers.shared import (
+    FolderStore,
     MooncakeStore,
     S3Store,
     SharedConfig,
     ValkeyStore,
+    parse_folder_url,
     parse_mooncake_url,
     parse_s3_url,
     parse_valkey_url,
 )
 from kvtier.tiers.shared.compressor import MODES, check_compression
 from kvtier.tiers.shared.config import MIN_ABSENT_S
+from kvtier.tiers.shared.folder_config import FOLDER_OPTIONS
 from kvtier.tiers.shared.mooncake_config import MOONCAKE_OPTIONS
 from kvtier.tiers.shared.s3_config import S3_OPTIONS
 from kvtier.tiers.shared.store import Store
@@ -76,11 +79,27 @@ _S3 = StoreKind(
         "queue_timeout_s": 10.0,
     },
 )
-_MOONCAKE = StoreKind(name="mooncake", parse=parse_mooncake_url, make=MooncakeStore, options=MOONCAKE_OPTIONS)
+_MOONCAKE = StoreKind(
+    name="mooncake",
+    parse=parse_mooncake_url,
+    make=MooncakeStore,
+    options=MOONCAKE_OPTIONS,
+    # its client polls while it waits: each call takes a core
+    defaults={"num_connections": 2},
+)
+_FOLDER = StoreKind(
+    name="file",
+    parse=parse_folder_url,
+    make=FolderStore,
+    options=FOLDER_OPTIONS,
+    # one question a key
+    defaults={"lookup_timeout_s": 2.0},
+)
 STORES: dict[str, StoreKind] = {
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _VALKEY),
     "s3": _S3,
     "mooncake": _MOONCAKE,
+    "file": _FOLDER,
 }
 """By the scheme of their URLs."""
 

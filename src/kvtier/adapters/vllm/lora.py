@@ -44,9 +44,15 @@ class _Loaded:
 
     name: str
     path: str
+    is_3d: bool
     content: AdapterContent | None
     """None: the files cannot be read here."""
     tag: bytes
+
+    def is_what(self, request: LoRARequest, content: AdapterContent | None) -> bool:
+        """Whether that is what this request asks for, whose files are these now."""
+        asked = (request.lora_name, request.lora_path, request.is_3d_lora_weight, content)
+        return asked == (self.name, self.path, self.is_3d, self.content)
 
 
 @dataclass(slots=True)
@@ -90,7 +96,7 @@ class Adapters:
         if loaded is None or request.load_inplace:
             # the engine loads it for this request; in place: for each of them
             loaded = self._note(request, content)
-        elif (loaded.name, loaded.path, loaded.content) != (request.lora_name, request.lora_path, content):
+        elif not loaded.is_what(request, content):
             self._keep_out(
                 request, f"not what was loaded; its blocks are not cached until it is loaded again; {_HOW_TO_CHANGE}"
             )
@@ -128,14 +134,19 @@ class Adapters:
         if request.lora_int_id in self._loaded and not request.load_inplace:
             yield
             return
-        before = self._try_to_look(request.lora_path)
-        yield
-        after = self._try_to_look(request.lora_path)
-        if before != after or isinstance(after, Exception):
-            self._keep_out(request, f"written to as it was loaded; its blocks are not cached; {_HOW_TO_CHANGE}")
-            self._loaded[request.lora_int_id] = _Loaded(request.lora_name, "", None, _UNKNOWN)
-        else:
-            self._note(request, after)
+        before, is_loaded = self._try_to_look(request.lora_path), False
+        try:
+            yield
+            is_loaded = True
+        finally:
+            after = self._try_to_look(request.lora_path)
+            if is_loaded and before == after and not isinstance(after, Exception):
+                self._note(request, after)
+            else:
+                # some ranks may have it, or have something else
+                why = f"not loaded, or written to meanwhile; its blocks are not cached; {_HOW_TO_CHANGE}"
+                self._keep_out(request, why)
+                self._loaded[request.lora_int_id] = _Loaded("", "", False, None, _UNKNOWN)
 
     def close(self) -> None:
         """No request and no load comes any more."""
@@ -147,16 +158,7 @@ class Adapters:
         """The engine has these weights under this number from now on, or loads them next."""
         name, path, number = request.lora_name, request.lora_path, request.lora_int_id
         before = self._loaded.get(number)
-        if (
-            content is not None
-            and before is not None
-            and (before.name, before.path, before.content)
-            == (
-                name,
-                path,
-                content,
-            )
-        ):
+        if before is not None and content is not None and before.is_what(request, content):
             return before
         if content is None:
             if request.load_inplace:
@@ -165,13 +167,12 @@ class Adapters:
             self._say(request, "its files cannot be read here: its blocks stay in RAM")
             tag = os.urandom(MAX_TIER_KEY_BYTES)
         else:
-            settings = bytes([request.is_3d_lora_weight])
-            tag = hashlib.sha256(content.digest + settings).digest()[:TAG_BYTES]
+            tag = hashlib.sha256(content.digest + bytes([request.is_3d_lora_weight])).digest()[:TAG_BYTES]
         is_new = number not in self._loaded or (name, path) not in self._tags
         if is_new and max(len(self._loaded), len(self._tags)) >= MAX_ADAPTERS:
             self._keep_out(request, f"after {MAX_ADAPTERS} adapters; its blocks are not cached")
             return None
-        loaded = self._loaded[number] = _Loaded(name, path, content, tag)
+        loaded = self._loaded[number] = _Loaded(name, path, request.is_3d_lora_weight, content, tag)
         if self._tags.setdefault((name, path), tag) != tag:
             self._tags[name, path] = _UNKNOWN
             self._say(

@@ -128,6 +128,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     for name, tier in zip(wanted, self.settings.tiers, strict=True)
                     if isinstance(tier, SharedSettings)
                 },
+                weights_may_change=bool(self.extra_config.get(WEIGHTS_CHANGE_KEY)),
                 model=self.config.model.name,
                 rank=self.config.parallel.data_parallel_index,
                 kvtier=__version__,

@@ -43,6 +43,7 @@ class FolderStore:
     """One folder."""
 
     medium = "FILE"
+    supports_compression = False
 
     def __init__(self, config: FolderConfig) -> None:
         self.config = config

@@ -124,9 +124,9 @@ class MooncakeStore:
         return True
 
     def connect(self, deadline_s: float) -> MooncakeConnection:
-        address = check_master(self.config.host, self.config.port, deadline_s)
         if len(self._left) >= MAX_LEFT_CALLS:
             raise StoreUnreachableError(f"{len(self._left)} calls into Mooncake's client hang")
+        address = check_master(self.config.host, self.config.port, deadline_s)
         client = self._set_up_client(address, deadline_s)
         with self._lock:
             seals = self._free_seals.pop() if self._free_seals else None
