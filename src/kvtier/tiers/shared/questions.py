@@ -61,7 +61,7 @@ class QuestionQueue:
             self._touches.update(dict.fromkeys(keys, identity))
 
     def take_back_removal(self, identity: Identity, key: OffloadKey) -> bool:
-        """Whether this key waited to be removed. It does no more."""
+        """Whether this block waited to be removed. It does no more."""
         waited = (identity, key) in self._removals
         self._removals.pop((identity, key), None)
         return waited
