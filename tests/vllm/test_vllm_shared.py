@@ -108,6 +108,8 @@ class Folder:
 
 
 STORES: dict[str, Callable[[Path], SharedStore]] = {"valkey": Valkey, "s3": S3, "mooncake": Mooncake, "file": Folder}
+COMPRESSING = ("valkey", "s3")
+"""The others take blocks as they are."""
 
 
 @pytest.fixture(scope="module", params=STORES)
@@ -123,7 +125,8 @@ def settings_of(store: SharedStore, options: str = "") -> dict[str, Any]:
 
 
 class FirstEngine:
-    """An engine in this process, where there can be one at a time. It compresses what it stores, the other does not."""
+    """An engine in this process, where there can be one at a time. It compresses what it stores where the store has
+    that; the other does not."""
 
     def __init__(self, shelf: Any, model: Path, settings: dict[str, Any], num_blocks: int = 40) -> None:
         self._shelf = shelf
@@ -144,7 +147,9 @@ class FirstEngine:
 
 @pytest.fixture
 def first(_shelf: Any, dense: Path, store: SharedStore) -> Iterator[FirstEngine]:
-    yield (engine := FirstEngine(_shelf, dense, settings_of(store, "&compression=on")))
+    yield (
+        engine := FirstEngine(_shelf, dense, settings_of(store, "&compression=on" if store.name in COMPRESSING else ""))
+    )
     engine.stop()
 
 
@@ -331,7 +336,9 @@ def test_vllm_hears_where_blocks_are():
     from kvtier.adapters.vllm.manager import _to_vllm
     from kvtier.events import OffloadingEvent
 
-    events = [_to_vllm(OffloadingEvent([b"key"], medium, False)) for medium in ("CPU", "DISK", "VALKEY")]
+    media = ("CPU", "DISK", "VALKEY")
+    events = [_to_vllm(OffloadingEvent([b"ours"], medium, False), [b"theirs"]) for medium in media]
+    assert all(event.keys == [b"theirs"] for event in events)
     assert [event.medium for event in events] == [Medium.CPU, Medium.STORAGE, Medium.STORAGE]
     assert [event.locality for event in events] == [None, Locality.LOCAL, Locality.REMOTE]
     assert [event.ownership for event in events] == [None, "DISK", "VALKEY"]
