@@ -79,6 +79,7 @@ class TestValkeyTierCompressed(TestValkeyTier):
         assert all(size < self.slot_bytes for size in sizes)
 
 
+@pytest.mark.slow
 class TestValkeyTierOddSizeCompressed(TestValkeyTierCompressed, TestValkeyTierOddSize):
     """The last element of a block is not whole."""
 
@@ -90,6 +91,7 @@ def cluster() -> Iterator[ClusterServers]:
     cluster.stop()
 
 
+@pytest.mark.slow
 class TestValkeyClusterTier(UnboundedTierConformance):
     durable = True
     answers_at_once = False
@@ -143,6 +145,7 @@ class TestS3Tier(UnboundedTierConformance):
         return self.epochs.advance()
 
 
+@pytest.mark.slow
 class TestS3TierOddSize(TestS3Tier):
     """Blocks of no particular size, over one connection."""
 
@@ -164,6 +167,7 @@ def mooncake_port() -> Iterator[int]:
     master.stop()
 
 
+@pytest.mark.slow
 class TestMooncakeTier(UnboundedTierConformance):
     durable = True
     answers_at_once = False

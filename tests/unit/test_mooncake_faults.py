@@ -25,6 +25,8 @@ from kvtier.tiers.shared.envelope import BlockChecksum, Identity, header_of
 from mooncake_harness import NAMESPACE, MooncakeMaster, SegmentOwner, drive, make_tier
 from valkey_harness import GIVE_UP_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 SLOT_BYTES = 256 << 10
 QUICK: dict[str, object] = {
     "connect_timeout_s": 1.0,
@@ -120,7 +122,6 @@ class Client:
 # -- the master goes and comes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
 def test_master_killed_in_mid_transfer_and_restarted(
     master: MooncakeMaster, owner: SegmentOwner, is_store: bool, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +152,6 @@ def test_master_killed_in_mid_transfer_and_restarted(
     driver.close()
 
 
-@pytest.mark.slow
 def test_not_there_at_the_start(master: MooncakeMaster, caplog: pytest.LogCaptureFixture) -> None:
     master.kill()
     with caplog.at_level(logging.INFO, "kvtier"):
@@ -171,7 +171,6 @@ def test_not_there_at_the_start(master: MooncakeMaster, caplog: pytest.LogCaptur
     owner.kill()
 
 
-@pytest.mark.slow
 def test_frozen_master_is_down_until_it_thaws(master: MooncakeMaster, owner: SegmentOwner) -> None:
     driver = open_driver(master, QUICK)
     keys = make_keys(24)
@@ -190,7 +189,6 @@ def test_frozen_master_is_down_until_it_thaws(master: MooncakeMaster, owner: Seg
     driver.close()
 
 
-@pytest.mark.slow
 def test_a_frozen_master_at_the_start_freezes_nobody(
     master: MooncakeMaster, owner: SegmentOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +206,6 @@ def test_a_frozen_master_at_the_start_freezes_nobody(
     driver.close()
 
 
-@pytest.mark.slow
 def test_closes_while_the_master_is_frozen(master: MooncakeMaster, owner: SegmentOwner) -> None:
     driver = open_driver(master, {**PATIENT, "transfer_timeout_s": 1000.0})
     keys = make_keys(24)
@@ -224,7 +221,6 @@ def test_closes_while_the_master_is_frozen(master: MooncakeMaster, owner: Segmen
 # -- who lends the RAM goes and comes --------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_owner_killed_with_the_blocks(master: MooncakeMaster, owner: SegmentOwner) -> None:
     driver = open_driver(master)
     keys = make_keys(24)
@@ -243,7 +239,6 @@ def test_owner_killed_with_the_blocks(master: MooncakeMaster, owner: SegmentOwne
     another.kill()
 
 
-@pytest.mark.slow
 def test_owner_frozen_costs_misses_until_it_thaws(master: MooncakeMaster, owner: SegmentOwner) -> None:
     driver = open_driver(master, QUICK)
     keys = make_keys(8)
@@ -258,7 +253,6 @@ def test_owner_frozen_costs_misses_until_it_thaws(master: MooncakeMaster, owner:
     driver.close()
 
 
-@pytest.mark.slow
 def test_closes_once_a_frozen_owner_is_given_up(master: MooncakeMaster, owner: SegmentOwner) -> None:
     driver = open_driver(master, {**PATIENT, "transfer_timeout_s": 1000.0})
     keys = make_keys(8)
