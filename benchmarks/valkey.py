@@ -3,11 +3,11 @@
     python benchmarks/valkey.py [--block-kib 2048] [--blocks 64] [--repetitions 7] [--json FILE]
 
 Every repetition times all variants one after the other, in random order; a ratio is of one repetition, and what is
-printed are medians, ratios with their quartiles. `raw`: one connection, one GET or SET after the other, a loop of
-`recv_into` into the slot or `sendmsg` from it, the reply looked at no further. `connection`: the tier's own connection
-in this thread, two blocks at a time, headers and checksums included. `tier`: from `submit_*` to the outcome of `poll`,
-over the tier's threads. `redis-py`: its GET and SET. `lookup`: 4,096 keys in one round trip, over the tier's connection
-and by a pipeline of redis-py.
+printed are medians, ratios with their quartiles; CPU seconds are this process's, all of its threads. `raw`: one
+connection, one GET or SET after the other, a loop of `recv_into` into the slot or `sendmsg` from it, the reply looked
+at no further. `connection`: the tier's own connection in this thread, two blocks at a time, headers and checksums
+included. `tier`: from `submit_*` to the outcome of `poll`, over the tier's threads. `redis-py`: its GET and SET.
+`lookup`: 4,096 keys in one round trip, over the tier's connection and by a pipeline of redis-py.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class Bench:
         assert all(block.success for block in blocks)
 
     def remove(self) -> None:
-        """What a tier has already it does not store again: before `tier_set`, untimed."""
+        """What a tier has already it does not store again: before `tier_set`, untimed. From now on the tier knows that
+        these blocks are absent, as after a look-up, and does not ask before it stores them."""
         self.tier.drop(self.keys)
         self.tier.flush(TIMEOUT_S)
         self.client.ping()
@@ -177,10 +178,11 @@ class Bench:
         pipeline.execute()
 
 
-def timed(run: Callable[[], None]) -> float:
-    begin = time.perf_counter()
+def timed(run: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, and seconds of CPU."""
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     run()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - cpu_begin
 
 
 def spread(values: list[float]) -> str:
@@ -213,11 +215,14 @@ def main() -> None:
         for run in runs.values():
             run()
         seconds: dict[str, list[float]] = {name: [] for name in runs}
+        cpu_seconds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(options.repetitions):
             for name in random.sample(list(runs), len(runs)):
                 if name == "tier set":
                     bench.remove()
-                seconds[name].append(timed(runs[name]))
+                wall_s, cpu_s = timed(runs[name])
+                seconds[name].append(wall_s)
+                cpu_seconds[name].append(cpu_s)
         bench.tier.close()
     total = options.blocks * block_bytes
     print(
@@ -228,11 +233,14 @@ def main() -> None:
             mine = seconds[f"{who} {kind}"]
             ratios = [raw / own for raw, own in zip(seconds[f"raw {kind}"], mine, strict=True)]
             rate = total / statistics.median(mine) / 1e9
-            print(f"{kind} {who:>10}: {rate:5.2f} GB/s, {spread(ratios)} of raw")
+            cpu = statistics.median(cpu_seconds[f"{who} {kind}"]) / total * 1e9
+            print(f"{kind} {who:>10}: {rate:5.2f} GB/s, {spread(ratios)} of raw, {cpu:.2f} CPU s/GB")
     for name in ("lookup", "redis-py lookup"):
         print(f"{name:>15} of {NUM_LOOKUPS} keys: {1000 * statistics.median(seconds[name]):.2f} ms")
     if options.json:
-        options.json.write_text(json.dumps({"block_bytes": block_bytes, "seconds": seconds}, indent=1))
+        options.json.write_text(
+            json.dumps({"block_bytes": block_bytes, "seconds": seconds, "cpu_seconds": cpu_seconds}, indent=1)
+        )
 
 
 if __name__ == "__main__":

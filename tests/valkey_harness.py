@@ -43,10 +43,14 @@ def free_port() -> int:
 
 
 class ValkeyServer:
-    """Started by `start`; the port stays the same over restarts, what was stored does not."""
+    """Started by `start`; the port stays the same over restarts, what was stored does not.
 
-    def __init__(self, *options: str, password: str | None = None) -> None:
+    With `is_node` it can be part of a cluster.
+    """
+
+    def __init__(self, *options: str, password: str | None = None, is_node: bool = False) -> None:
         self.port = free_port()
+        self.bus_port = free_port() if is_node else 0
         self.password = password
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-valkey-")
@@ -58,6 +62,7 @@ class ValkeyServer:
             *(server_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
             *("--dir", self._folder.name, "--io-threads", "1", "--daemonize", "no"),
             *(("--requirepass", self.password) if self.password else ()),
+            *(("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port)) if self.bus_port else ()),
             *self._options,
         ]
         with open(os.path.join(self._folder.name, "log"), "wb") as log:
@@ -76,6 +81,10 @@ class ValkeyServer:
     def client(self) -> redis.Redis:
         """An ordinary client, as others use one."""
         return redis.Redis("127.0.0.1", self.port, password=self.password)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
         assert self._process is not None
@@ -140,13 +149,17 @@ class SlowProxy:
 
 
 class TlsProxy:
-    """Takes TLS connections for a server that speaks none. `certificate` and `key` are paths."""
+    """Takes TLS connections for a server that speaks none. `certificate` and `key` are paths; with `clients`, a path
+    too, only those take part whose certificate comes from one in there."""
 
-    def __init__(self, server_port: int, certificate: str, key: str) -> None:
+    def __init__(self, server_port: int, certificate: str, key: str, clients: str = "") -> None:
         self.port = free_port()
         self._server_port = server_port
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._context.load_cert_chain(certificate, key)
+        if clients:
+            self._context.load_verify_locations(clients)
+            self._context.verify_mode = ssl.CERT_REQUIRED
         self._loop = asyncio.new_event_loop()
         self._is_up = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
@@ -192,9 +205,13 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 def make_tier(server_port: int, settings: dict[str, object] | None = None, **config: object) -> SharedTier:
     """A tier on a server; `settings` are of the tier, `config` of the server."""
-    valkey = ValkeyConfig("127.0.0.1", server_port, **config)  # type: ignore[arg-type]
+    return make_tier_of(ValkeyConfig("127.0.0.1", server_port, **config), settings)  # type: ignore[arg-type]
+
+
+def make_tier_of(config: ValkeyConfig, settings: dict[str, object] | None = None) -> SharedTier:
+    """A tier on the server or cluster of `config`."""
     shared = SharedConfig(NAMESPACE, **(settings or {}))  # type: ignore[arg-type]
-    return SharedTier(shared, ValkeyStore(valkey), MemoryEpochStore())
+    return SharedTier(shared, ValkeyStore(config), MemoryEpochStore())
 
 
 def drive(tier: SharedTier, num_slots: int = 32, slot_bytes: int = 4096) -> TierDriver:

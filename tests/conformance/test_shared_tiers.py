@@ -25,6 +25,7 @@ from kvtier.tiers.shared import (
 )
 from mooncake_harness import MooncakeMaster, SegmentOwner
 from s3_harness import S3Server, unique_prefix
+from valkey_cluster_harness import PASSWORD, PASSWORD_VARIABLE, ClusterServers
 from valkey_harness import NAMESPACE, ValkeyServer
 
 
@@ -80,6 +81,45 @@ class TestValkeyTierCompressed(TestValkeyTier):
 
 class TestValkeyTierOddSizeCompressed(TestValkeyTierCompressed, TestValkeyTierOddSize):
     """The last element of a block is not whole."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ClusterServers]:
+    cluster = ClusterServers()
+    yield cluster
+    cluster.stop()
+
+
+class TestValkeyClusterTier(UnboundedTierConformance):
+    durable = True
+    answers_at_once = False
+    prefix = "kvtier:"
+    compression = "off"
+
+    @pytest.fixture(autouse=True)
+    def _cluster(self, cluster: ClusterServers, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+        self.cluster = cluster
+        self.epochs = MemoryEpochStore()
+        cluster.flush()
+
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        # a busy machine's answers take their time
+        times = {"lookup_timeout_s": 10.0, "transfer_timeout_s": 10.0}
+        config = SharedConfig(NAMESPACE, compression=self.compression, **times)
+        store = ValkeyStore(self.cluster.config(prefix=self.prefix))
+        return SharedTier(config, store, self.epochs, make_salt=lambda: bytes(8))
+
+    def advance_epoch(self) -> int:
+        return self.epochs.advance()
+
+
+class TestValkeyClusterTierOneSlot(TestValkeyClusterTier):
+    """Blocks of no particular size, compressed, all of them in one slot."""
+
+    slot_bytes = 5003
+    prefix = "{kvtier}:"
+    compression = "on"
 
 
 class TestS3Tier(UnboundedTierConformance):

@@ -413,6 +413,27 @@ def test_what_is_stored_after_a_reset_is_not_what_waits_to_be_removed() -> None:
     driver.close()
 
 
+def test_asks_before_it_stores_unless_the_store_itself_has_just_denied_it() -> None:
+    store, clock = FakeStore(), Clock()
+    driver = open_driver(store, clock)
+    denied, late, old = (make_keys(1, name) for name in ("denied", "late", "old"))
+    assert driver.ready(old) == []
+    clock.now_s += 1.1
+    assert driver.ready(denied) == []
+    store.gate.clear()
+    driver.tier.lookup(late)
+    wait_for(driver, lambda: late in store.asked)
+    clock.now_s += 0.6
+    driver.poll()
+    assert driver.tier.lookup(late) == [ABSENT], "nobody has said so"
+    store.gate.set()
+    for key in (*denied, *late, *old):  # another engine has stored them
+        store.blocks[Identity(NAMESPACE, 0), key] = bytes(SLOT_BYTES)
+    outcomes = [driver.store(keys) for keys in (denied, late, old)]
+    assert [outcome and outcome.num_bytes for outcome in outcomes] == [SLOT_BYTES, 0, 0]
+    driver.close()
+
+
 def test_close_breaks_off_what_hangs() -> None:
     store = FakeStore()
     driver = open_driver(store, transfer_timeout_s=1000.0, lookup_timeout_s=1000.0)

@@ -24,6 +24,13 @@ SECRET = "hunter2-very-secret"
         ("valkey://cache?ttl=90m&prefix=team-a", ValkeyConfig("cache", ttl_s=5400, prefix="team-a:")),
         ("valkey://cache?ttl=0.5h", ValkeyConfig("cache", ttl_s=1800)),
         ("valkey://cache?prefix=a:b:", ValkeyConfig("cache", prefix="a:b:")),
+        ("valkey://cache?prefix={team}", ValkeyConfig("cache", prefix="{team}:")),
+        ("valkey://a,b:7001,c", ValkeyConfig("a", more_addresses=(("b", 7001), ("c", 6379)))),
+        (
+            "valkeys://a:7000,[::1]:7001/?ttl=60",
+            ValkeyConfig("a", 7000, True, ttl_s=60, more_addresses=(("::1", 7001),)),
+        ),
+        ("valkey://[::1],[::2]:7001", ValkeyConfig("::1", more_addresses=(("::2", 7001),))),
     ],
 )
 def test_what_it_takes(url: str, expected: ValkeyConfig) -> None:
@@ -56,6 +63,12 @@ def test_what_it_takes(url: str, expected: ValkeyConfig) -> None:
         ("valkey://cache?password_file=/not/there", "/not/there", "No such file"),
         ("valkey://cache?password_file=/a&password_env=B", "both", "one of them"),
         ("valkey://someone@cache", "'someone'", "password_env"),
+        ("valkey://a,", "no host", "HOST:PORT"),
+        ("valkey://,a", "no host", "HOST:PORT"),
+        ("valkey://a,b:x", "port", "65535"),
+        ("valkey://a:x,b", "port", "65535"),
+        ("valkey://a,someone@b", "'a,someone'", "password_env"),
+        ("valkey://a/1,2", "'1,2'", "whole number"),
     ],
 )
 def test_what_it_does_not(url: str, named: str, allowed: str) -> None:
@@ -75,6 +88,9 @@ def test_what_it_does_not(url: str, named: str, allowed: str) -> None:
         f"valkeys://someone:{SECRET}@cache?tll=1d",
         f"valkyrie://someone:{SECRET}@cache",
         f"valkey:/someone:{SECRET}@cache",
+        f"valkey://someone:{SECRET}@a,b",
+        f"valkey://someone:a,{SECRET}@a:x,b",
+        f"valkey://a,someone:{SECRET}@b",
     ],
 )
 def test_a_password_in_it_is_refused_and_not_repeated(url: str) -> None:
@@ -90,6 +106,8 @@ def test_passwords_come_from_where_they_may(tmp_path: Path, monkeypatch: pytest.
     assert config.username == "someone"
     assert config.password() == SECRET
     assert SECRET not in repr(config) + config.place
+    several = parse_valkey_url("valkeys://someone@a,[::1]:7001/?password_env=KVTIER_TEST_PASSWORD")
+    assert several.place == "valkeys://a:6379,[::1]:7001/0"
     file = tmp_path / "password"
     file.write_text(f"{SECRET}\nmore\n")
     config = parse_valkey_url(f"valkeys://cache?username=someone&password_file={file}")

@@ -260,7 +260,9 @@ class VLLMManager(OffloadingManager):
         return PrepareStoreOutput(stored, spec, self._theirs(output.evicted_keys))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return (_to_vllm(event, self._theirs(event.keys)) for event in self.core.take_events())
+        for event in map(_to_vllm, self.core.take_events()):
+            event.keys = self._theirs(event.keys)
+            yield event
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.core.on_schedule_end()
@@ -293,11 +295,11 @@ class VLLMManager(OffloadingManager):
         self.adapters.close()
 
 
-def _to_vllm(event: KVTierEvent, keys: list[OffloadKey]) -> OffloadingEvent:
+def _to_vllm(event: KVTierEvent) -> OffloadingEvent:
     if event.medium == CPULoadStoreSpec.medium():
-        return OffloadingEvent(keys, Medium.CPU, event.removed)
+        return OffloadingEvent(event.keys, Medium.CPU, event.removed)
     locality = Locality.LOCAL if event.medium == DiskTier.medium else Locality.REMOTE
-    return OffloadingEvent(keys, Medium.STORAGE, event.removed, locality=locality, ownership=event.medium)
+    return OffloadingEvent(event.keys, Medium.STORAGE, event.removed, locality=locality, ownership=event.medium)
 
 
 def _shallowest_first(keys: list[OffloadKey], req_context: VLLMReqContext) -> list[OffloadKey]:

@@ -29,6 +29,8 @@ class AnswerBook:
         self._present: dict[OffloadKey, float] = {}
         self._absent: dict[OffloadKey, float] = {}
         self._asked: dict[OffloadKey, float] = {}
+        self._denied: dict[OffloadKey, float] = {}
+        """Of those absent: the ones of which the store itself has said so."""
         self.num_shed = 0
         """Look-ups that were answered with absent because too many were on their way."""
 
@@ -47,6 +49,10 @@ class AnswerBook:
     def is_ready(self, key: OffloadKey, now_s: float) -> bool:
         """Whether the key is believed to be there. O(1)."""
         return self._present.get(key, now_s) > now_s
+
+    def is_denied(self, key: OffloadKey, now_s: float) -> bool:
+        """Whether the store itself has said not long ago that the key is absent. O(1)."""
+        return self._denied.get(key, now_s) > now_s
 
     def present_keys(self) -> list[OffloadKey]:
         """The caller owns the list. O(present)."""
@@ -89,16 +95,22 @@ class AnswerBook:
         """The block was stored, or loaded, just now. O(1)."""
         self._asked.pop(key, None)
         self._absent.pop(key, None)
+        self._denied.pop(key, None)
         self._present.pop(key, None)
         self._present[key] = now_s + self._present_s
         _bound(self._present, self._max_keys)
 
-    def note_absent(self, key: OffloadKey, now_s: float) -> bool:
-        """The block is not there. True if it was. O(1)."""
+    def note_absent(self, key: OffloadKey, now_s: float, is_told: bool = True) -> bool:
+        """The block is not there, as the store has said, or does by our own order; not `is_told`: as far as anybody
+        knows. True if it was. O(1)."""
         self._asked.pop(key, None)
         self._absent.pop(key, None)
         self._absent[key] = now_s + self._absent_s
         _bound(self._absent, self._max_keys)
+        self._denied.pop(key, None)
+        if is_told:
+            self._denied[key] = now_s + self._absent_s
+            _bound(self._denied, self._max_keys)
         return self._present.pop(key, None) is not None
 
     def expire(self, now_s: float) -> list[OffloadKey]:
@@ -106,9 +118,10 @@ class AnswerBook:
 
         O(expired).
         """
-        lost = [key for key in _due(self._asked, now_s) if self.note_absent(key, now_s)]
-        for key in _due(self._absent, now_s):
-            del self._absent[key]
+        lost = [key for key in _due(self._asked, now_s) if self.note_absent(key, now_s, is_told=False)]
+        for times in (self._absent, self._denied):
+            for key in _due(times, now_s):
+                del times[key]
         return lost
 
     def doubt_everything(self, now_s: float) -> None:
@@ -117,8 +130,9 @@ class AnswerBook:
         lost = [key for key in self._asked if key not in self._present]
         self._asked.clear()
         self._absent.clear()
+        self._denied.clear()
         for key in lost:
-            self.note_absent(key, now_s)
+            self.note_absent(key, now_s, is_told=False)
         self._present = dict.fromkeys(self._present, float("-inf"))
 
     def clear(self) -> None:
@@ -126,12 +140,20 @@ class AnswerBook:
         self._present.clear()
         self._absent.clear()
         self._asked.clear()
+        self._denied.clear()
 
     def check_invariants(self) -> None:
         """Raises InvariantError on a mismatch. O(keys)."""
         if both := self._absent.keys() & (self._present.keys() | self._asked.keys()):
             raise InvariantError(f"{len(both)} keys are absent, and present or asked for as well")
-        for name, times in (("present", self._present), ("absent", self._absent), ("asked", self._asked)):
+        if both := self._denied.keys() & self._present.keys():
+            raise InvariantError(f"the store has denied {len(both)} keys that are present")
+        for name, times in (
+            ("present", self._present),
+            ("absent", self._absent),
+            ("asked", self._asked),
+            ("denied", self._denied),
+        ):
             if len(times) > self._max_keys:
                 raise InvariantError(f"{len(times)} keys are {name}; allowed: {self._max_keys}")
             if _is_out_of_order(times.values()):

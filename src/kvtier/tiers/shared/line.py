@@ -38,15 +38,16 @@ class Failure:
 class Line:
     """Used by one thread; `abort` is for others."""
 
-    def __init__(self, store: Store, stopping: threading.Event) -> None:
+    def __init__(self, store: Store, stopping: threading.Event, connect_timeout_s: float) -> None:
         self._store = store
         self._stopping = stopping
+        self._connect_timeout_s = connect_timeout_s
         self._connection: StoreConnection | None = None
 
-    def connect(self, timeout_s: float) -> Failure | None:
+    def connect(self) -> Failure | None:
         """Makes a new connection. None, or why that did not work."""
         self.close()
-        return self.run(lambda connection, deadline_s: None, timeout_s, repeat=False)
+        return self.run(lambda connection, deadline_s: None, self._connect_timeout_s, repeat=False)
 
     def run(
         self, operation: Callable[[StoreConnection, float], None], timeout_s: float, repeat: bool = True
@@ -63,7 +64,8 @@ class Line:
                 break
             try:
                 if self._connection is None:
-                    self._connection = self._store.connect(deadline_s)
+                    # not for as long as a transfer may take: this cannot be broken off
+                    self._connection = self._store.connect(min(deadline_s, time.monotonic() + self._connect_timeout_s))
                 if self._stopping.is_set():
                     self.close()
                     return Failure("the tier is being closed")

@@ -39,7 +39,7 @@ class QuestionQueue:
         self.removing: set[OffloadKey] = set()
         """Taken to be removed, and not reported as removed yet."""
         self._questions: deque[tuple[Identity, OffloadKey]] = deque()
-        self._removals: dict[OffloadKey, Identity] = {}
+        self._removals: dict[tuple[Identity, OffloadKey], None] = {}
         self._touches: dict[OffloadKey, Identity] = {}
 
     def __bool__(self) -> bool:
@@ -54,7 +54,7 @@ class QuestionQueue:
         self._questions.extend((identity, key) for key in keys)
 
     def remove(self, identity: Identity, keys: Iterable[OffloadKey]) -> None:
-        self._removals.update(dict.fromkeys(keys, identity))
+        self._removals.update(dict.fromkeys((identity, key) for key in keys))
 
     def touch(self, identity: Identity, keys: Sequence[OffloadKey]) -> None:
         if len(self._touches) + len(keys) <= MAX_TOUCHES:
@@ -62,21 +62,20 @@ class QuestionQueue:
 
     def take_back_removal(self, identity: Identity, key: OffloadKey) -> bool:
         """Whether this block waited to be removed. It does no more."""
-        if self._removals.get(key) != identity:
-            return False
-        del self._removals[key]
-        return True
+        waited = (identity, key) in self._removals
+        self._removals.pop((identity, key), None)
+        return waited
 
     def next(self) -> Batch:
         """Takes what is to be done next: uses only when nobody waits for an answer. O(batch)."""
         count = min(len(self._questions), MAX_BATCH_KEYS)
         questions = [self._questions.popleft() for _ in range(count)]
         removals, self._removals = self._removals, {}
-        self.removing = set(removals)
+        self.removing = {key for _, key in removals}
         touches: dict[OffloadKey, Identity] = {}
         if not self._questions:
             touches, self._touches = self._touches, {}
-        return Batch(_grouped(_pairs(removals)), _grouped(questions), _grouped(_pairs(touches)))
+        return Batch(_grouped(removals), _grouped(questions), _grouped(_pairs(touches)))
 
     def forget_questions(self) -> None:
         """Nobody wants to know any more. Removals stay."""

@@ -18,7 +18,7 @@ Buffer = bytes | bytearray | memoryview
 BUFFER_BYTES = 16 << 10
 """Replies are read in pieces of this size; a little of what follows a header is copied, the rest is not."""
 PIECE_BYTES = 256 << 10
-"""Blocks are received and sent in pieces up to this size."""
+"""Blocks are received in pieces up to this size."""
 MAX_LINE_BYTES = 8 << 10
 MAX_REPLY_BYTES = 1 << 20
 """Of a reply that is not a block."""
@@ -34,10 +34,19 @@ class ErrorReply:
 
     text: str
 
+    @staticmethod
+    def of(line: bytes) -> ErrorReply:
+        """From the whole line that came."""
+        return ErrorReply(line[1:].decode(errors="replace"))
+
     @property
     def code(self) -> str:
         """The first word."""
         return self.text.partition(" ")[0]
+
+
+Reply = int | bytes | str | list[Any] | ErrorReply | None
+"""Of any kind. A list holds replies."""
 
 
 class RespStream:
@@ -99,14 +108,14 @@ class RespStream:
             raise StoreUnreachableError(f"the server sent {len(lines)} replies to {count} commands")
         return lines
 
-    def read_reply(self) -> int | bytes | str | list[object] | ErrorReply | None:
+    def read_reply(self) -> Reply:
         """A reply that is not large. An ErrorReply is returned, not raised."""
         line = self.read_line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest.decode(errors="replace")
         if kind == b"-":
-            return ErrorReply(rest.decode(errors="replace"))
+            return ErrorReply.of(line)
         size = _integer(line)
         if kind == b":":
             return size
@@ -125,7 +134,7 @@ class RespStream:
         """The size of the body that follows (read it, and `end_body`); None: there is no such key."""
         line = self.read_line()
         if line[:1] == b"-":
-            return ErrorReply(line[1:].decode(errors="replace"))
+            return ErrorReply.of(line)
         if line[:1] != b"$":
             raise StoreUnreachableError(f"the server's reply is not RESP: {line[:40]!r}")
         size = _integer(line)

@@ -53,6 +53,8 @@ class BlockTransfer:
     identity: Identity
     buffer: npt.NDArray[np.uint8]
     """(block_bytes,) uint8: its RAM slot."""
+    is_new: bool = False
+    """The store did not have it a moment ago: not worth a question before it is stored."""
     encode_element_bytes: int = 0
     """How it is to be compressed on its way out: the bytes of its elements. 0: not."""
     payload_bytes: int = 0
@@ -70,6 +72,8 @@ class BlockTransfer:
     is_missing: bool = False
     """The store says that it has no such block."""
     is_corrupt: bool = False
+    is_away: bool = False
+    """The part of the store that it belongs to cannot be used now."""
     begun_s: float = 0.0
     ended_s: float = 0.0
 
@@ -82,6 +86,10 @@ class BlockTransfer:
     def miss(self) -> None:
         self.fail(REASON_MISSING)
         self.is_missing = True
+
+    def lose(self, reason: str) -> None:
+        self.fail(reason)
+        self.is_away = True
 
     def reject(self, rejection: Rejection) -> None:
         self.fail(str(rejection))

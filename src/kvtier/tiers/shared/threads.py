@@ -15,14 +15,13 @@ from kvtier.tiers.shared.compressor import Compressor
 from kvtier.tiers.shared.config import ThreadLimits
 from kvtier.tiers.shared.envelope import Identity
 from kvtier.tiers.shared.line import Line
+from kvtier.tiers.shared.loss_log import LossLog
 from kvtier.tiers.shared.questions import Batch, Keys, QuestionQueue
 from kvtier.tiers.shared.store import BlockTransfer, Store, StoreConnection, StuckCall
 from kvtier.transfers.affinity import use_every_core_of_this_process
 
 logger = logging.getLogger(__name__)
 
-SAY_EVERY_S = 10.0
-"""That the store is down is said no more often."""
 ABORT_AFTER_S = 0.2
 """After a stop, how long what runs may go on."""
 
@@ -53,12 +52,11 @@ class StoreThreads:
         self._down_reason = "not connected yet"
         self._is_suspect = False
         self._backoff_s = 0.0
-        self._said_reason = ""
-        self._said_s = -float("inf")
+        self._loss_log = LossLog(store.place)
         self._num_connects = 0
         self._num_connection_losses = 0
-        self._asking_line = Line(store, self._stopping)
-        self._lines = [Line(store, self._stopping) for _ in range(limits.num_connections)]
+        self._asking_line = Line(store, self._stopping, limits.connect_timeout_s)
+        self._lines = [Line(store, self._stopping, limits.connect_timeout_s) for _ in range(limits.num_connections)]
         self._threads: list[threading.Thread] = []
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -251,7 +249,7 @@ class StoreThreads:
             left = [block for block in run if not block.done]
             if left and left[0].job.is_store:
                 self._compressor.before_stores(left, moving_s)
-                connection.store(left, overwrite, deadline_s)
+                connection.store(left, overwrite or all(block.is_new for block in left), deadline_s)
             elif left:
                 connection.load(left, deadline_s)
 
@@ -262,6 +260,7 @@ class StoreThreads:
             if not block.done:
                 block.fail(failure.reason if failure else "the store said nothing about it")
         if failure is None:
+            self._note_use()
             self._compressor.after_moves(run, moving_s, ended_s)
         elif failure.timed_out:
             with self._lock:
@@ -328,23 +327,27 @@ class StoreThreads:
             self._note_loss(failure.reason)
         else:
             self._compressor.note_round_trip(time.monotonic() - begun_s)
-            self._backoff_s = 0.0  # not at the connection already: the store may refuse what comes then
+            self._backoff_s = 0.0
+            self._note_use()
         return failure is None
 
     # -- up and down -----------------------------------------------------------------------------------------
 
     def _reconnect(self) -> None:
         """On the thread that asks, or before there is one."""
-        failure = self._asking_line.connect(self._limits.connect_timeout_s)
+        failure = self._asking_line.connect()
         if failure:
             self._note_loss(failure.reason)
             return
         with self._lock:
             self._down_reason = ""
             self._num_connects += 1
-            if self._said_reason:
-                logger.info("kvtier: %s is there again", self._store.place)
-                self._said_reason = ""
+
+    def _note_use(self) -> None:
+        if self._loss_log.reason:
+            with self._lock:
+                if not self._down_reason:
+                    self._loss_log.note_use()
 
     def _note_loss(self, reason: str) -> None:
         """The store is down: everything that waits for it fails now."""
@@ -360,12 +363,7 @@ class StoreThreads:
             self._questions.clear()
             self._asking_ready.notify()
             self._progress.notify_all()
-            now_s = time.monotonic()
-            if reason != self._said_reason and now_s - self._said_s >= SAY_EVERY_S:
-                logger.warning(
-                    "kvtier: %s cannot be used, its blocks are misses until it can: %s", self._store.place, reason
-                )
-                self._said_reason, self._said_s = reason, now_s
+            self._loss_log.note_loss(reason)
 
     def _fail(self, blocks: Sequence[BlockTransfer] | deque[BlockTransfer], reason: str) -> None:
         """Lock held."""

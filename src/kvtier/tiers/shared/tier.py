@@ -169,6 +169,7 @@ class SharedTier(Tier):
                 job.end_block(position, True)
             else:
                 self._storing[key] = block = self._block(job, position, slots[position])
+                block.is_new = self._book.is_denied(key, self._now_s)
                 blocks.append(block)
         self._submit(blocks)
         return len(accepted)
@@ -310,7 +311,7 @@ class SharedTier(Tier):
             if success:
                 self._book.note_present(key, self._now_s)
             self._counters["stored_blocks" if success else "failed_store_blocks"] += 1
-            if block.began:
+            if block.began and not block.is_away:
                 self._note_store(block.success, block.reason)
         else:
             success = self._end_load(block, is_current)
@@ -324,8 +325,9 @@ class SharedTier(Tier):
             self._book.note_present(block.key, self._now_s)
         elif is_current and block.is_corrupt:
             self.drop((block.key,))
-        elif is_current and block.is_missing and self._book.note_absent(block.key, self._now_s):
-            self._removed.append(block.key)
+        elif is_current and (block.is_missing or block.is_away):
+            was_there = self._book.note_absent(block.key, self._now_s, is_told=block.is_missing)
+            self._removed += [block.key] if was_there else []
         self._counters["corrupt_blocks"] += block.is_corrupt
         self._counters["loaded_blocks" if success else "failed_load_blocks"] += 1
         return success

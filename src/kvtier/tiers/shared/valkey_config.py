@@ -1,5 +1,6 @@
 """Where a Valkey or Redis server is, and how to log in: `valkey://HOST:PORT/DATABASE?OPTION=VALUE&...`.
 
+Of a cluster several nodes may be named, `valkey://HOST:PORT,HOST:PORT/...`: one is enough, if that is up at the start.
 Credentials stand in environment variables or files, never in the URL.
 """
 
@@ -15,13 +16,18 @@ from kvtier.errors import ConfigurationError
 from kvtier.tiers.shared.urls import UrlKind, duration_s, filled, secret_in_env, secret_in_file, whole
 
 DEFAULT_PORT = 6379
+Address = tuple[str, int]
+"""Host and port."""
 _PREFIX = re.compile(r"[A-Za-z0-9_.:{}/-]{1,64}")
+_PLACE = re.compile(
+    r"(?P<before>(?P<scheme>[^/?#]*://)(?:[^/?#]*@)?)(?P<hosts>[^/?#@]*)(?P<behind>[/?#].*)?", re.DOTALL
+)
 _CREDENTIALS = "password_env=VARIABLE or password_file=PATH"
 
 
 @dataclass(frozen=True, slots=True)
 class ValkeyConfig:
-    """A server, and what to keep there. Made by `parse_valkey_url`; `repr` shows no secret, for none is in it."""
+    """A server or cluster, and what to keep there. Made by `parse_valkey_url`; no secret is in it."""
 
     host: str
     port: int = DEFAULT_PORT
@@ -40,12 +46,19 @@ class ValkeyConfig:
     """Certificates that the server's has to come from; empty: those of the system."""
     cert_file: str = ""
     key_file: str = ""
+    more_addresses: tuple[Address, ...] = ()
+    """Of further nodes of a cluster, any of which says where the others are."""
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """At least one."""
+        return ((self.host, self.port), *self.more_addresses)
 
     @property
     def place(self) -> str:
         """For people. No credentials."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'valkeys' if self.tls else 'valkey'}://{host}:{self.port}/{self.database}"
+        hosts = ",".join(map(shown, self.addresses))
+        return f"{'valkeys' if self.tls else 'valkey'}://{hosts}/{self.database}"
 
     def password(self) -> str | None:
         """Reads it. None: there is none. Raises ConfigurationError if it cannot be read."""
@@ -60,9 +73,11 @@ def parse_valkey_url(url: str) -> ValkeyConfig:
     Raises ConfigurationError, in one line and without what could be a secret, for an unknown scheme or option, a bad
     number, a password in the URL, a variable that is not set, a file that cannot be read.
     """
+    url, more_urls = _split_hosts(url)
     parts = _KIND.split(url)
     host, port = _KIND.host_and_port(parts, DEFAULT_PORT)
     values: dict[str, Any] = {"tls": parts.scheme in ("valkeys", "rediss"), "host": host, "port": port}
+    values["more_addresses"] = tuple(_KIND.host_and_port(_KIND.split(more), DEFAULT_PORT) for more in more_urls)
     if parts.path not in ("", "/"):
         values["database"] = whole(parts.path[1:], "the database", 0, 1 << 20)
     if parts.username:
@@ -72,6 +87,20 @@ def parse_valkey_url(url: str) -> ValkeyConfig:
     _check(config)
     config.password()
     return config
+
+
+def shown(address: Address) -> str:
+    """For people."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _split_hosts(url: str) -> tuple[str, list[str]]:
+    """The URL with the first of its hosts alone, and URLs of the others, which are nothing but that."""
+    if not (found := _PLACE.fullmatch(url)):
+        return url, []
+    first, *others = found["hosts"].split(",")
+    return found["before"] + first + (found["behind"] or ""), [found["scheme"] + other for other in others]
 
 
 def _check(config: ValkeyConfig) -> None:
