@@ -147,9 +147,8 @@ class FirstEngine:
 
 @pytest.fixture
 def first(_shelf: Any, dense: Path, store: SharedStore) -> Iterator[FirstEngine]:
-    yield (
-        engine := FirstEngine(_shelf, dense, settings_of(store, "&compression=on" if store.name in COMPRESSING else ""))
-    )
+    options = "&compression=on" if store.name in COMPRESSING else ""
+    yield (engine := FirstEngine(_shelf, dense, settings_of(store, options)))
     engine.stop()
 
 
@@ -229,7 +228,8 @@ def test_a_fresh_process_finds_what_an_engine_that_has_stopped_computed(expected
     found = [other.ask(prompt) for prompt in prompts]
     assert [tokens for tokens, _ in found] == expected(prompts)
     assert [num_cached for _, num_cached in found] == [IN_BLOCKS] * len(prompts)
-    assert other.counter("loaded_blocks") == other.counter("decompressed_blocks") == num_blocks
+    assert other.counter("loaded_blocks") == num_blocks
+    assert other.counter("decompressed_blocks") == (num_blocks if store.name in COMPRESSING else 0)
     assert other.counter("stored_blocks") == 0
 
 
@@ -336,9 +336,7 @@ def test_vllm_hears_where_blocks_are():
     from kvtier.adapters.vllm.manager import _to_vllm
     from kvtier.events import OffloadingEvent
 
-    media = ("CPU", "DISK", "VALKEY")
-    events = [_to_vllm(OffloadingEvent([b"ours"], medium, False), [b"theirs"]) for medium in media]
-    assert all(event.keys == [b"theirs"] for event in events)
+    events = [_to_vllm(OffloadingEvent([b"key"], medium, False)) for medium in ("CPU", "DISK", "VALKEY")]
     assert [event.medium for event in events] == [Medium.CPU, Medium.STORAGE, Medium.STORAGE]
     assert [event.locality for event in events] == [None, Locality.LOCAL, Locality.REMOTE]
     assert [event.ownership for event in events] == [None, "DISK", "VALKEY"]
