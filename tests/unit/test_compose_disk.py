@@ -60,6 +60,23 @@ def test_a_stop_writes_what_is_only_in_ram_and_the_next_start_finds_it(start: An
     assert start().load(A) == len(A)
 
 
+def test_what_weights_that_may_change_have_made_is_for_that_process_alone(start: Any) -> None:
+    files, pushed = Identity(NAMESPACE), Identity(NAMESPACE, weights_may_change=True)
+    process = start(files)
+    process.store(A)
+    process.stop()
+    process = start(pushed)
+    assert process.load(A) == 0
+    for keys in (D, B, C):
+        process.store(keys)
+    assert process.load(D) == len(D), "it has a disk of its own"
+    process.stop()
+    for identity in (pushed, files):
+        process = start(identity)
+        assert [process.load(keys) for keys in (A, B, C, D)] == [0] * 4
+        process.stop()
+
+
 def test_no_time_to_flush(start: Any) -> None:
     process = start(admission="reuse", stop_flush_s=0)
     process.store(A)

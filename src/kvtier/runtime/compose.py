@@ -267,7 +267,10 @@ def open_disk(settings: DiskSettings, pool: npt.NDArray[np.uint8], identity: Ide
     tier = DiskTier(config, WeightEpochs(FileEpochStore(config.epoch_path, rank=identity.rank)))
     try:
         tier.attach(pool)
+        if identity.weights_may_change:  # what is there is of the files' weights, what will be there perhaps not
+            tier.reset(tier.epoch_store.advance())
     except TierError as error:
+        tier.close()
         logger.error("kvtier: no disk tier, blocks stay in RAM only: %s", error)
         return None
     return tier
