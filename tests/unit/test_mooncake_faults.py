@@ -470,7 +470,8 @@ def test_too_many_calls_that_hang_shut_the_store_off(
 
     def is_left() -> bool:
         nonlocal first
-        if first in driver.outcomes and driver.ready(keys[:1]):  # a busy machine: its time was over before the call was made
+        # on a busy machine its time may be over before the call is made
+        if first in driver.outcomes and driver.ready(keys[:1]):
             first = driver.submit_load(keys[:1], slots=[0])
         return len(store._left) > 0
 
