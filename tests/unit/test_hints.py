@@ -368,3 +368,28 @@ def test_passing_over_what_is_kept_stays_cheap():
         longest_run += leading
     assert there(manager, pinned) == pinned
     assert longest_run == 0 or longest_run / 400 < 40
+
+
+def test_what_is_kept_is_not_among_what_leaves_early(manager):
+    kept = K[:6]
+    run(manager, kept, pin=True)
+    press(manager)
+    context = ReqContext("eviction")
+    spec = manager.evict_early(16, context)
+    assert not set(spec.keys) & set(kept)
+    assert spec.keys, "the others may go"
+    manager.complete_load(spec.keys, context, spec=spec)
+    manager.check_invariants()
+    assert there(manager, kept) == kept
+
+
+def test_what_has_left_early_is_not_chosen_again(manager):
+    run(manager, K[:8], priority=-1)
+    run(manager, K[8:16])
+    context = ReqContext("eviction")
+    spec = manager.evict_early(4, context)
+    assert set(spec.keys) <= set(K[:8]), "of low priority, so they go first"
+    manager.complete_load(spec.keys, context, spec=spec)
+    manager.check_invariants()
+    for number in range(4):
+        run(manager, NEW[number * 6 : number * 6 + 6])

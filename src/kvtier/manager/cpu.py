@@ -272,9 +272,13 @@ class CPUOffloadingManager(SingleTierQueries):
 
     def _early_victims(self, count: int) -> list[OffloadKey]:
         """Up to `count` ready blocks that the policy has just let go of."""
-        index = self._index
-        count = min(count, len(self._ready) - len(index.pins))
-        return (self.policy.evict(count, (index.pins, index.in_flight)) or []) if count > 0 else []
+        return self._let_go(min(count, len(self._ready) - len(self._index.pins)))
+
+    def _let_go(self, count: int) -> list[OffloadKey]:
+        """`count` blocks that nobody holds, or fewer where hints keep some. The caller knows that nothing else does."""
+        index, kept = self._index, self._hinted.kept if self._hinted is not None else {}
+        count = min(count, len(self.policy) - len(index.in_flight) - len(index.pins) - len(kept))
+        return (self._order.evict(count, (index.pins, index.in_flight, kept)) or []) if count > 0 else []
 
     def ready_keys(self) -> list[OffloadKey]:
         """Every block that can be loaded, oldest store first. The caller owns the list. O(capacity)."""

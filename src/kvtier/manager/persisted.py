@@ -166,8 +166,7 @@ class PersistedOffloadingManager(CPUOffloadingManager):
         index = self._index
         if not self._restored:
             return super()._early_victims(count)
-        count = min(count, len(self._ready) + len(self._restored) - len(index.pins))
-        victims = (self.policy.evict(count, (index.pins, index.in_flight)) or []) if count > 0 else []
+        victims = self._let_go(min(count, len(self._ready) + len(self._restored) - len(index.pins)))
         # what nobody has checked cannot be handed on to another tier
         unchecked = list(filter(self._restored.__contains__, victims))
         index.drop(unchecked)
