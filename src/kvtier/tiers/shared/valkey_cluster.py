@@ -163,6 +163,9 @@ class ClusterConnection:
                     turn.node.read_asked()
                 errors += turns.command.read(turn.node, positions)
         except StoreUnreachableError as error:
+            # those that were sent elsewhere are done there alone: two replies must not go into one buffer
+            elsewhere = {position for position, _ in errors}
+            turn.positions = [position for position in turn.positions if position not in elsewhere]
             self._lose(turn, turns, error)
         else:
             turns.has_answer = True

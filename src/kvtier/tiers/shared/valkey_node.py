@@ -280,6 +280,7 @@ class ValkeyConnection:
 
     def _read_value(self, block: BlockTransfer, size: int) -> None:
         stream = self._stream
+        block.done = block.success = False  # whatever was said of the buffer before is not so from here on
         header = bytearray(header_bytes(len(block.key)))
         stream.read_into(memoryview(header))
         try:

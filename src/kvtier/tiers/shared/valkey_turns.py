@@ -123,8 +123,10 @@ class Turns:
         self._next.setdefault((address, is_asking), []).append(position)
 
     def take(self) -> list[Turn]:
+        """The last of a node is the one that is not asking: its replies are read all at once."""
         current, self._next = self._next, {}
-        return [Turn(address, is_asking, positions) for (address, is_asking), positions in current.items()]
+        turns = [Turn(address, is_asking, positions) for (address, is_asking), positions in current.items()]
+        return sorted(turns, key=lambda turn: not turn.is_asking)
 
     def give_up(self, turn: Turn, reason: str) -> None:
         self.command.give_up(self.command.undone(turn.positions), reason)
