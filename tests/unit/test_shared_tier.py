@@ -48,6 +48,8 @@ class FakeStore:
         self.refuses = False
         self.lets_go = True
         self.errors: dict[str, list[Exception]] = {}
+        self.num_lost_answers = 0
+        """So many are missing from the next reply to a look-up."""
         self.asked: list[list[OffloadKey]] = []
         self.calls: list[str] = []
 
@@ -88,7 +90,9 @@ class FakeConnection:
     def lookup(self, identity: Identity, keys: Sequence[OffloadKey], block_bytes: int, deadline_s: float) -> list[bool]:
         self._store.asked.append(list(keys))
         self._begin("lookup", deadline_s)
-        return [(identity, key) in self._store.blocks for key in keys]
+        found = [(identity, key) in self._store.blocks for key in keys]
+        num_lost, self._store.num_lost_answers = self._store.num_lost_answers, 0
+        return found[: len(found) - num_lost]
 
     def load(self, blocks: Sequence[BlockTransfer], deadline_s: float) -> None:
         self._begin("load", deadline_s)
@@ -548,3 +552,16 @@ def test_a_removal_is_of_the_block_that_was_dropped_whatever_is_stored_under_its
     assert kept == {keys[2]}
     assert len(store.blocks) == 1 + 3
     driver.close()
+
+
+def test_a_store_that_answers_half_is_asked_again() -> None:
+    store = FakeStore()
+    driver = open_driver(store)
+    keys = make_keys(2)
+    store.num_lost_answers = 1
+    assert driver.tier.lookup(keys) == [UNKNOWN, UNKNOWN]
+    wait_for(driver, lambda: driver.tier.lookup(keys) == [ABSENT, ABSENT])
+    assert driver.store(keys)
+    driver.tier.drop(keys)
+    wait_for(driver, lambda: not store.blocks)  # somebody is still there who removes and asks
+    driver.tier.close()

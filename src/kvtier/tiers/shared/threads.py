@@ -17,7 +17,7 @@ from kvtier.tiers.shared.envelope import Identity
 from kvtier.tiers.shared.line import Line
 from kvtier.tiers.shared.loss_log import LossLog
 from kvtier.tiers.shared.questions import Batch, Keys, QuestionQueue
-from kvtier.tiers.shared.store import BlockTransfer, Store, StoreConnection, StuckCall
+from kvtier.tiers.shared.store import BlockTransfer, Store, StoreConnection, StoreUnreachableError, StuckCall
 from kvtier.transfers.affinity import use_every_core_of_this_process
 
 logger = logging.getLogger(__name__)
@@ -310,6 +310,8 @@ class StoreThreads:
 
         def operation(connection: StoreConnection, deadline_s: float) -> None:
             found[:] = connection.lookup(group.identity, group.keys, self._limits.block_bytes, deadline_s)
+            if len(found) != len(group.keys):
+                raise StoreUnreachableError(f"the store gave {len(found)} answers to {len(group.keys)} questions")
 
         if self._do(operation):
             with self._lock:
