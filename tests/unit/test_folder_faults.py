@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kvtier.testing import TierDriver, make_keys
 from kvtier.tiers.memory import MemoryEpochStore
 from kvtier.tiers.shared import FolderConfig, FolderStore, SharedConfig, SharedTier, folder, parse_folder_url, shards
 from kvtier.tiers.shared.envelope import BlockChecksum, Identity, header_of, value_bytes
+from kvtier.tiers.shared.store import StoreTimeoutError
 from valkey_harness import GIVE_UP_S, wait_until
 
 NAMESPACE = b"tests of the folder tier".ljust(32)
@@ -417,3 +419,35 @@ def test_urls_that_it_does_not(url: str, named: str, allowed: str) -> None:
     assert named in str(caught.value)
     assert allowed in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_was_given_up_leaves_no_descriptor_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, gate, opened = FolderStore(FolderConfig(str(tmp_path), 1 << 30)), threading.Event(), []
+    connection = store.connect(time.monotonic() + GIVE_UP_S)
+    opened.append(connection._root)
+    with pytest.raises(StoreTimeoutError):
+        connection._call(lambda: gate.wait(GIVE_UP_S), time.monotonic() + 0.01)
+    connection.close()
+    really_open = shards.Shards.open
+
+    def open_late(self: shards.Shards) -> int:
+        gate.wait(GIVE_UP_S)
+        opened.append(really_open(self))
+        return opened[-1]
+
+    monkeypatch.setattr(shards.Shards, "open", open_late)
+    with pytest.raises(StoreTimeoutError):
+        store.connect(time.monotonic() + 0.01)
+    gate.set()
+    folder_inode = tmp_path.stat().st_ino
+
+    def is_closed(descriptor: int) -> bool:
+        try:
+            return os.fstat(descriptor).st_ino != folder_inode
+        except OSError:
+            return True
+
+    until_s = time.monotonic() + GIVE_UP_S
+    while not (len(opened) == 2 and all(map(is_closed, opened))):
+        assert time.monotonic() < until_s, "a descriptor of the folder is still open"
+        time.sleep(0.005)

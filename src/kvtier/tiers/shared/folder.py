@@ -66,12 +66,30 @@ class FolderStore:
         if len(self._left) >= MAX_LEFT_CALLS:
             raise StoreUnreachableError(f"{len(self._left)} calls into the filesystem hang")
         thread = CallThread("kvtier-folder", self._left)
+        opened = _Opening(self._shards)
         try:
-            root = _calling(thread, self._shards.open, deadline_s)
+            root = _calling(thread, opened.open, deadline_s)
         except BaseException:
+            thread.start(opened.close)  # after the call, which may have been given up
             thread.close()
             raise
         return FolderConnection(self.config, self._shards, thread, root)
+
+
+class _Opening:
+    """The folder's descriptor, which somebody has to close though whoever asked for it waits no longer."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._root: int | None = None
+
+    def open(self) -> int:
+        self._root = self._shards.open()
+        return self._root
+
+    def close(self) -> None:
+        if self._root is not None:
+            os.close(self._root)
 
 
 class FolderConnection:

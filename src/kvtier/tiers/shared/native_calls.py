@@ -150,7 +150,6 @@ class CallThread:
             return call.result()
         self._is_left = True
         self._left.add(call)
-        self.close()
         if self._is_aborted:
             raise StoreUnreachableError("broken off", stuck=call)
         raise StoreTimeoutError("the client did not answer in time", stuck=call)
