@@ -288,3 +288,73 @@ def test_the_groups_of_a_hybrid_model_stay_in_the_order_of_the_offer(engine, tmp
     assert {len(key) for key in output.store_spec.keys} == {60}
     engine.core.complete_store(output.store_spec.keys, manager.context_of(context), False, output.store_spec)
     manager.on_request_finished(context)
+
+
+def _content(number):
+    from kvtier.runtime.identity import AdapterContent
+
+    return AdapterContent((("file", number, 0, 0, 0, 0),), bytes([number]) * 32)
+
+
+def _reading(found):
+    """Adapters whose files are what `found` has by path: content, or what reading them raises."""
+    from kvtier.adapters.vllm.lora import Adapters
+
+    def read(path):
+        if isinstance(found[path], Exception):
+            raise found[path]
+        return found[path]
+
+    adapters = Adapters(read)
+    adapters._calls._timeout_s = PATIENCE_S
+    return adapters
+
+
+def test_what_was_loaded_while_nobody_could_tell_is_not_taken_for_what_is_there_later():
+    from kvtier.runtime.identity import FilesChangingError
+
+    found = {"/a": FilesChangingError("the files are being written")}
+    adapters, use = _reading(found), adapter(Path("/a"), number=1)
+    assert adapters.enter(use).loaded is None
+    found["/a"] = _content(2)
+    adapters.forget_looks()
+    assert adapters.enter(use).loaded is None, "the engine goes on with what it has loaded for the first"
+    assert adapters.enter(adapter(Path("/a"), number=2)).loaded is not None
+    adapters.close()
+
+
+def test_two_adapters_of_one_number_are_told_apart_from_neither():
+    adapters = _reading({"/a": _content(1), "/b": _content(2)})
+    first = adapters.enter(adapter(Path("/a"), number=1))
+    assert first.loaded is not None
+    assert adapters.enter(adapter(Path("/b"), number=1)).loaded is None
+    assert adapters.enter(adapter(Path("/a"), number=1)).loaded is None, "the engine may have the other now"
+    assert not adapters.check(first)
+    adapters.close()
+
+
+def test_loads_are_told_of_though_somebody_else_wraps_them_too(monkeypatch):
+    import functools
+
+    from vllm.v1.engine.core import EngineCore
+
+    from kvtier.adapters.vllm.lora import watch_loads
+
+    loads: list[Any] = []
+
+    @functools.wraps(getattr(EngineCore.add_lora, "__wrapped__", EngineCore.add_lora))
+    def traced(self, lora_request):
+        loads.append(lora_request)
+        return True
+
+    monkeypatch.setattr(EngineCore, "add_lora", traced)
+    found = {"/a": _content(1)}
+    adapters, use = _reading(found), adapter(Path("/a"), number=1)
+    watch_loads(adapters)
+    watch_loads(adapters)
+    EngineCore.add_lora(None, use)
+    found["/a"] = _content(2)
+    adapters.forget_looks()
+    assert loads == [use]
+    assert adapters.enter(use).loaded is None, "the files are not what was loaded"
+    adapters.close()

@@ -91,6 +91,9 @@ class Adapters:
             content = self._look(request.lora_path)
         except Exception as error:
             self._keep_out(request, f"which weights it has cannot be told ({error}); its blocks are not cached")
+            known = self._loaded.get(request.lora_int_id)
+            if known is None or request.load_inplace or not known.is_what(request, known.content):
+                self._lose(request)  # the engine loads it all the same, and goes on with that
             return AdapterUse(request, None)
         loaded = self._loaded.get(request.lora_int_id)
         if loaded is None or request.load_inplace:
@@ -100,6 +103,8 @@ class Adapters:
             self._keep_out(
                 request, f"not what was loaded; its blocks are not cached until it is loaded again; {_HOW_TO_CHANGE}"
             )
+            if not loaded.is_what(request, loaded.content):
+                self._lose(request)  # another adapter of this number: the engine may have dropped the first, or not
             loaded = None
         return AdapterUse(request, loaded)
 
@@ -146,10 +151,11 @@ class Adapters:
                 # some ranks may have it, or have something else
                 why = f"not loaded, or written to meanwhile; its blocks are not cached; {_HOW_TO_CHANGE}"
                 self._keep_out(request, why)
-                self._loaded[request.lora_int_id] = _Loaded("", "", False, None, _UNKNOWN)
+                self._lose(request)
 
     def close(self) -> None:
         """No request and no load comes any more."""
+        _watching.discard(self)
         self._calls.close()
 
     # -- private ---------------------------------------------------------------------------------------------
@@ -163,6 +169,7 @@ class Adapters:
         if content is None:
             if request.load_inplace:
                 self._keep_out(request, "its files cannot be read here and may change; its blocks are not cached")
+                self._lose(request)
                 return None
             self._say(request, "its files cannot be read here: its blocks stay in RAM")
             tag = os.urandom(MAX_TIER_KEY_BYTES)
@@ -171,6 +178,7 @@ class Adapters:
         is_new = number not in self._loaded or (name, path) not in self._tags
         if is_new and max(len(self._loaded), len(self._tags)) >= MAX_ADAPTERS:
             self._keep_out(request, f"after {MAX_ADAPTERS} adapters; its blocks are not cached")
+            self._lose(request)
             return None
         loaded = self._loaded[number] = _Loaded(name, path, request.is_3d_lora_weight, content, tag)
         if self._tags.setdefault((name, path), tag) != tag:
@@ -181,6 +189,11 @@ class Adapters:
                 f"blocks are cached only for prompts that find nothing in the engine; {_HOW_TO_CHANGE}",
             )
         return loaded
+
+    def _lose(self, request: LoRARequest) -> None:
+        """Nobody knows what the engine has under this number from now on, until it is loaded again."""
+        if request.lora_int_id in self._loaded or len(self._loaded) < MAX_ADAPTERS:
+            self._loaded[request.lora_int_id] = _Loaded("", "", False, None, _UNKNOWN)
 
     def _keep_out(self, request: LoRARequest, why: str) -> None:
         """Blocks of this name and path in the engine may be of any weights from now on."""
@@ -244,7 +257,7 @@ def watch_loads(adapters: Adapters) -> None:
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it imports the schedulers, and they connectors
 
     _watching.add(adapters)
-    if hasattr(EngineCore.add_lora, "__wrapped__"):
+    if hasattr(EngineCore.add_lora, _MARK):  # `__wrapped__` may be somebody else's
         return
     load = EngineCore.add_lora
 
@@ -255,7 +268,9 @@ def watch_loads(adapters: Adapters) -> None:
                 stack.enter_context(watching.loading(lora_request))
             return bool(load(self, lora_request))
 
+    setattr(add_lora, _MARK, True)
     EngineCore.add_lora = add_lora
 
 
+_MARK = "tells_kvtier"
 _watching: weakref.WeakSet[Adapters] = weakref.WeakSet()
