@@ -451,3 +451,14 @@ def test_what_was_given_up_leaves_no_descriptor_behind(tmp_path: Path, monkeypat
     while not (len(opened) == 2 and all(map(is_closed, opened))):
         assert time.monotonic() < until_s, "a descriptor of the folder is still open"
         time.sleep(0.005)
+
+
+def test_the_cap_holds_where_there_are_more_files_than_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "MAX_SCAN", 8)
+    capacity = 16 * FILE_BYTES
+    driver = open_driver(tmp_path, capacity_bytes=capacity)
+    for i in range(20):
+        assert driver.store(make_keys(2, f"{i} "))
+        assert bytes_in(tmp_path) <= capacity

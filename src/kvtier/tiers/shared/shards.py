@@ -31,7 +31,7 @@ SHARD_BYTES = 256 << 20
 """A shard's share at least, where there is more than one."""
 MAX_SHARDS = 4096
 MAX_SCAN = 1 << 16
-"""Files of a shard that are looked at, at most."""
+"""Files of a shard that are looked at, at most; one with more is as good as full."""
 RESCAN_S = 10.0
 RESCAN_SHARE = 32
 """What others have written into a shard goes unnoticed for so long at most, and while one writes less there than one
@@ -165,7 +165,9 @@ class Shards:
                 known.num_bytes += size
                 known.num_since_scan += size
                 return
-        total, files = _scan(folder)
+        total, files, is_all = _scan(folder)
+        if not is_all:  # what the rest has nobody knows: with so many files the shard is full
+            total = max(total, share)
         if total + size > share:
             # a bit more than needed, or every store would look at the whole shard
             goal = max(0, min(share - size, share * 7 // 8))
@@ -211,8 +213,9 @@ class Shards:
             os.unlink(new, dir_fd=root)
 
 
-def _scan(folder: int) -> tuple[int, list[tuple[int, str, int]]]:
-    """Bytes in a shard; of its whole files the time of the last use, name, bytes. Removes what was abandoned."""
+def _scan(folder: int) -> tuple[int, list[tuple[int, str, int]], bool]:
+    """Bytes in a shard; of its whole files the time of the last use, name, bytes; whether that is all of them. Removes
+    what was abandoned."""
     total, files = 0, []
     with os.scandir(folder) as entries:
         for entry in islice(entries, MAX_SCAN):
@@ -226,4 +229,4 @@ def _scan(folder: int) -> tuple[int, list[tuple[int, str, int]]]:
             total += status.st_size
             if _NAME.fullmatch(entry.name) and stat.S_ISREG(status.st_mode):
                 files.append((status.st_mtime_ns, entry.name, status.st_size))
-    return total, files
+        return total, files, next(entries, None) is None
