@@ -239,6 +239,17 @@ def test_reset_that_sends_running_requests_back_to_the_queue(engine, expected):
     assert engine.ask_afresh(other).num_cached == 0
 
 
+def test_what_was_computed_before_a_reset_is_not_stored_after_it(engine, expected):
+    prompt = new_prompt(LENGTH)
+    ask = engine.submit(prompt, max_tokens=12)
+    engine.until(lambda: len(ask.tokens) > 2, "the request runs")
+    engine.reset()
+    engine.finish(ask)
+    assert ask.tokens == expected(prompt, 12)
+    assert_empty(engine)
+    assert engine.manager.begun_before_reset == set()
+
+
 def test_what_is_stored_after_a_reset_is_found(engine, expected):
     prompt = stored_prompt(engine)
     assert engine.reset()

@@ -50,7 +50,8 @@ class Traffic:
             right = tokens[: request.max_tokens]
             if request.outcome != "finished":
                 right = right[: len(request.tokens)]
-            assert request.tokens == right, f"{of}: request {i}, {request.outcome or 'not over'}"
+            said = f"{request.outcome or 'not over'}: {request.tokens} instead of {right}"
+            assert request.tokens == right, f"{of}: request {i}, {said}"
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(3, 512) for _ in range(count)]

@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier.adapters.vllm.identity import NoIdentityError, identity_fields
 from kvtier.adapters.vllm.lora import watch_loads
@@ -293,6 +293,10 @@ class KVTierConnector(OffloadingConnector):
     def reset_cache(self) -> bool | None:
         self._manager.advance()
         self._behind.clear()
+        for req_id, state in self.scheduler._req_status.items():
+            has_begun = state.req.num_computed_tokens or state.req.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            if has_begun and not state.req.is_finished():
+                self._manager.begun_before_reset.add(req_id)
         logger.info("kvtier: cache reset; %d transfers still open", len(self._jobs or ()))
         return super().reset_cache()
 

@@ -63,6 +63,10 @@ class VLLMManager(OffloadingManager):
         self.counters = {"errors": 0, "loaded_blocks": 0, "failed_jobs": 0, "breaker_openings": 0}
         self.given_up: set[str] = set()
         """Requests whose load could not be prepared: asking again would find the same and fail again."""
+        self.begun_before_reset: set[str] = set()
+        """Requests that had computed or loaded something when the cache was reset. They store nothing any more: what
+        they have is of the time before, perhaps of other weights. And vLLM offers all of it again, also what a sliding
+        window had let go of long ago, in engine blocks that are other requests' by now."""
         self.adapters = Adapters()
         self._key_bytes: int | None = None
         """Length of vLLM's keys, once there are longer ones of ours."""
@@ -181,6 +185,7 @@ class VLLMManager(OffloadingManager):
 
     def on_request_finished(self, req_context: VLLMReqContext) -> None:
         self.given_up.discard(req_context.req_id)
+        self.begun_before_reset.discard(req_context.req_id)
         self.core.on_request_finished(self.context_of(req_context))
 
     def lookup(self, key: OffloadKey, req_context: VLLMReqContext) -> LookupResult:
@@ -233,6 +238,8 @@ class VLLMManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: VLLMReqContext) -> PrepareStoreOutput:
         """Never None: vLLM would offer everything again on every step."""
+        if req_context.req_id in self.begun_before_reset:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         offered = list(keys)
         context = self.context_of(req_context)
         by_depth = _shallowest_first(offered, req_context)
