@@ -236,19 +236,25 @@ def test_a_handle_does_not_fit_a_neighbours_pool(start):
 # -- kill -9 of everything
 
 
-def holders_of(device: int, inode: int) -> list[int]:
-    """Processes that have the file mapped or open."""
+def holders_of(device: int, inode: int, folder: str = "") -> list[int]:
+    """Processes that have the file mapped or open. With a `folder`, which it is or was in: on a disk, the number of a
+    file that is gone is soon another one's."""
+    numbers = [f"{os.major(device):02x}:{os.minor(device):02x}", str(inode)]
+
+    def is_it(link: Path) -> bool:
+        status = os.stat(link)
+        return (status.st_dev, status.st_ino) == (device, inode) and folder in os.readlink(link)
+
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            opened = [os.stat(link) for link in (entry / "fd").iterdir()]
-            mapped = [line.split()[3:5] for line in (entry / "maps").read_text().splitlines()]
+            is_open = any(map(is_it, (entry / "fd").iterdir()))
+            maps = (entry / "maps").read_text().splitlines()
         except OSError:
             continue
-        name = [f"{os.major(device):02x}:{os.minor(device):02x}", str(inode)]
-        if name in mapped or any((status.st_dev, status.st_ino) == (device, inode) for status in opened):
+        if is_open or any(line.split()[3:5] == numbers and folder in line for line in maps):
             found.append(int(entry.name))
     return found
 
@@ -262,11 +268,12 @@ def test_kill_9_of_all_processes_leaves_no_one_with_the_memory(start, tmp_path, 
         base64.b64encode(pickle.dumps(handle)).decode(),
     )
     assert read_line(worker) == "attached"
-    assert set(holders_of(handle.device, handle.inode)) == {creator.pid, worker.pid}
+    folder = folder and str(tmp_path)
+    assert set(holders_of(handle.device, handle.inode, folder)) == {creator.pid, worker.pid}
     kill(creator)
     kill(worker)
     # no process and no name: the kernel has nothing to keep it for
-    assert holders_of(handle.device, handle.inode) == []
+    assert holders_of(handle.device, handle.inode, folder) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -278,7 +285,7 @@ def test_kill_9_gives_back_the_room_of_the_pools_folder(start, tmp_path):
         process = start(SERVE, str(tmp_path), "", str(round_ + 1))
         handle = handle_of(process)
         kill(process)
-        assert holders_of(handle.device, handle.inode) == []
+        assert holders_of(handle.device, handle.inode, str(tmp_path)) == []
     after = os.statvfs(tmp_path)
     # three pools of 64 MiB would be 192; others may write here too
     assert (before.f_bfree - after.f_bfree) * after.f_frsize < 150 * MIB
