@@ -5,10 +5,8 @@ BIN := $(VENV)/bin
 # the engine's loops spin: more threads than cores make everything slower
 export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE := 1
-# A process a core; each test keeps to files, ports and names of its own. Those that fail are run once more, alone: what a
-# busy machine or a neighbour has done does not come again; what is wrong does (seeds and found examples are kept).
-side_by_side = $(BIN)/python -m pytest $(2) -n auto --dist worksteal -m $(1) || \
-	$(BIN)/python -m pytest $(2) --last-failed --last-failed-no-failures none -m $(1)
+# a process a core; each test keeps to files, ports and names of its own
+SIDE_BY_SIDE := -n auto --dist worksteal
 
 .PHONY: help demo test test-fast test-vllm check bench soak clean
 
@@ -35,12 +33,12 @@ demo: $(VENV)/.engine  ## a real vLLM without and with kvtier, side by side (a f
 	$(BIN)/kvtier demo
 
 test: $(VENV)/.engine  ## every test, the ones against the real vLLM included
-	$(call side_by_side,'not vllm')
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not vllm'
 	@# apart: vLLM 0.32 on CPU fails to start in a process that has loaded llvmlite before it, as other tests have
 	$(BIN)/python -m pytest tests/vllm
 
 test-fast: $(VENV)/.dev  ## the tests that need no engine and little time
-	$(call side_by_side,'not vllm and not slow')
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not vllm and not slow'
 
 test-vllm: $(VENV)/.engine  ## the tests against the real vLLM alone
 	$(BIN)/python -m pytest tests/vllm
@@ -50,7 +48,7 @@ check: $(VENV)/.dev  ## lint, types, imports, fast tests: under two minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(call side_by_side,'not vllm and not slow',-q)
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m 'not vllm and not slow'
 
 bench: $(VENV)/.engine  ## the benchmarks: managers beside vLLM's, copies beside memcpy, tiers beside their media's own tools
 	$(BIN)/python benchmarks/manager.py $(if $(TRACE),--trace $(TRACE))
